@@ -1,0 +1,221 @@
+//! Why an operation failed, in one type.
+
+use jobq_core::job::{JobId, UnknownWord};
+use jobq_core::payload::PayloadError;
+use jobq_core::queue::BadName;
+use jobq_core::time::TimeOutOfRange;
+
+/// The result of jobq's operations.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why an operation failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The URL names no database that jobq can use.
+    #[error("cannot use the database URL {url:?}: {problem}")]
+    BadUrl {
+        /// The URL, without its password.
+        url: String,
+        /// What is wrong, and what to write instead.
+        problem: String,
+    },
+    /// The database cannot be reached, or refuses the login.
+    #[error("cannot connect to {url}; is the server running, and are host, port, user and password right?")]
+    Connect {
+        /// The URL, without its password.
+        url: String,
+        /// What the driver said.
+        #[source]
+        source: sqlx::Error,
+    },
+    /// The server is too old, or set up in a way jobq cannot work with.
+    #[error("this database cannot be used: {problem}")]
+    Unsupported {
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+    /// jobq's tables are missing or older than this version needs.
+    #[error(
+        "jobq's tables are at version {found}, this version of jobq needs {needed}; call \
+         `client.migrate()` or apply the SQL of `jobq::migrations`"
+    )]
+    Schema {
+        /// The version found; 0 when there are no tables.
+        found: i64,
+        /// The version needed.
+        needed: i64,
+    },
+    /// The database refused or lost the operation.
+    #[error("the database failed to {action}")]
+    Database {
+        /// What jobq was doing.
+        action: &'static str,
+        /// What the driver said.
+        #[source]
+        source: sqlx::Error,
+    },
+    /// The database did not answer in time.
+    #[error("the database did not {action} within {}", jobq_core::duration::display(*.after))]
+    Timeout {
+        /// What jobq was doing.
+        action: &'static str,
+        /// How long it waited.
+        after: std::time::Duration,
+    },
+    /// The connection broke after jobs were sent: they may have been written or not.
+    ///
+    /// The ids were reserved before. Look them up with [`Client::job`](crate::Client::job): a job
+    /// that is there was written. Enqueueing again without looking may write them twice.
+    #[error("the connection broke while jobs were written; they may exist: look up {ids:?} before enqueueing again")]
+    CommitUnknown {
+        /// The ids the jobs have if they were written, in the order given.
+        ids: Vec<JobId>,
+        /// What the driver said.
+        #[source]
+        source: sqlx::Error,
+    },
+    /// The caller's own transaction is at an isolation level at which it must be retried whole.
+    #[error("your transaction cannot be serialised with another one; roll it back and run it again")]
+    Serialization(#[source] sqlx::Error),
+    /// A payload cannot be stored.
+    #[error("cannot enqueue {kind}: {source}")]
+    Payload {
+        /// The kind of job.
+        kind: String,
+        /// What is wrong with it.
+        source: PayloadError,
+    },
+    /// The name of a queue or job, or a priority, is not allowed.
+    #[error(transparent)]
+    BadName(#[from] BadName),
+    /// A time is out of range.
+    #[error(transparent)]
+    TimeOutOfRange(#[from] TimeOutOfRange),
+    /// An option has a value that cannot work.
+    #[error("bad value for `{option}`: {problem}")]
+    BadOption {
+        /// The option.
+        option: &'static str,
+        /// What is wrong, and what is allowed.
+        problem: String,
+    },
+    /// The lease was lost before the write: the job belongs to somebody else now.
+    #[error("job {job} is no longer held by this attempt: its lease was lost")]
+    LeaseLost {
+        /// The job.
+        job: JobId,
+    },
+    /// The database holds a word that this version does not know.
+    #[error(transparent)]
+    UnknownWord(#[from] UnknownWord),
+    /// The runtime cannot start; every problem is listed.
+    #[error("the runtime cannot start:{}", list(.0))]
+    Start(Vec<StartProblem>),
+}
+
+/// One reason why the runtime cannot start.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartProblem {
+    /// No job is registered.
+    #[error(
+        "no job is registered; if your jobs are in another crate, mention it in this one \
+         (`use my_jobs as _;`) so that it is linked, or list them: `.jobs(jobq::jobs![resize])`"
+    )]
+    NoJobs,
+    /// Two jobs have one name.
+    #[error("two jobs are named {kind:?}: {first} and {second}; rename one with `name = \"…\"`")]
+    DuplicateJob {
+        /// The name or alias.
+        kind: String,
+        /// Where one is.
+        first: String,
+        /// Where the other is.
+        second: String,
+    },
+    /// A job needs state that the runtime was not given.
+    #[error("job {kind} ({place}) takes `State<{state}>`; give it to the runtime with `.state(value)`")]
+    MissingState {
+        /// The job.
+        kind: &'static str,
+        /// Where it is.
+        place: String,
+        /// The type of the state.
+        state: &'static str,
+    },
+    /// A queue was named twice or its settings cannot work.
+    #[error("queue {queue:?} {problem}")]
+    BadQueue {
+        /// The queue.
+        queue: String,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+    /// An expected job is not registered.
+    #[error("job {kind:?} was expected but is not registered; is its crate linked (`use my_jobs as _;`)?")]
+    NotRegistered {
+        /// The job.
+        kind: &'static str,
+    },
+}
+
+fn list(problems: &[StartProblem]) -> String {
+    problems.iter().map(|problem| format!("\n  - {problem}")).collect()
+}
+
+impl Error {
+    /// Names what was being done when the driver failed.
+    pub(crate) fn database(action: &'static str) -> impl FnOnce(sqlx::Error) -> Self {
+        move |source| Self::Database { action, source }
+    }
+
+    /// Whether the same operation may succeed if it is simply tried again.
+    ///
+    /// True for lost connections, timeouts, deadlocks, serialization failures, a busy or a
+    /// read-only database.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Connect { source, .. } | Self::Database { source, .. } => is_transient(source),
+            Self::Timeout { .. } | Self::Serialization(_) => true,
+            _ => false,
+        }
+    }
+}
+
+/// Whether a driver error says nothing about the statement itself.
+pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Database(error) => {
+            let code = error.code().unwrap_or_default();
+            // PostgreSQL: connection exceptions, serialization, deadlock, resources, shutdown,
+            // lock not available, statement cancelled, read-only (a failover is under way).
+            let postgres = ["08", "40", "53", "57"].iter().any(|class| code.starts_with(class))
+                || code == "55P03"
+                || code == "25006";
+            // SQLite: busy (5), locked (6), disk I/O (10) and disk full (13) with extensions.
+            let sqlite = code.len() < 5
+                && code.parse::<u32>().is_ok_and(|code| matches!(code & 0xff, 5 | 6 | 10 | 13));
+            postgres || sqlite
+        }
+        other => is_connection_loss(other),
+    }
+}
+
+/// Whether a driver error means that the connection is gone and the fate of the last statement
+/// unknown.
+pub(crate) fn is_connection_loss(error: &sqlx::Error) -> bool {
+    match error {
+        sqlx::Error::Io(_)
+        | sqlx::Error::Tls(_)
+        | sqlx::Error::Protocol(_)
+        | sqlx::Error::PoolTimedOut
+        | sqlx::Error::PoolClosed
+        | sqlx::Error::WorkerCrashed => true,
+        sqlx::Error::Database(error) => {
+            let code = error.code().unwrap_or_default();
+            code.starts_with("08") || ["57P01", "57P02", "57P03"].contains(&&*code)
+        }
+        _ => false,
+    }
+}

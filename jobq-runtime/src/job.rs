@@ -1,0 +1,313 @@
+//! What a `#[job]` function is to jobq: its options, its definition, and a new job of its kind.
+
+use std::borrow::Cow;
+use std::time::{Duration, SystemTime};
+
+use jobq_core::payload::{self, PayloadError};
+use jobq_core::queue::{DEFAULT_QUEUE, check_name, check_priority};
+use jobq_core::retry::Backoff;
+use jobq_core::time::{TimeOutOfRange, Timestamp};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::enqueue::{EnqueueTarget, Enqueued};
+use crate::error::{Error, Result};
+use crate::handler::{Handler, Need};
+
+/// A job function's twin type, made by `#[job]`.
+///
+/// `#[job] async fn resize(..)` makes a type `resize` with `new`, `enqueue` and this trait.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a job",
+    label = "not annotated with `#[job]`",
+    note = "annotate the function with `#[jobq::job]`, then name it here without parentheses"
+)]
+pub trait Job: 'static {
+    /// The function's parameters as stored: a JSON object keyed by parameter name.
+    type Payload: Serialize + DeserializeOwned + Send + 'static;
+
+    /// The kind: the function's name, unless `name = "…"` says otherwise.
+    const NAME: &'static str;
+
+    /// The whole definition.
+    const DEF: &'static JobDef;
+}
+
+/// The options of `#[job(...)]`.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct JobOptions {
+    /// The queue that new jobs go to. Default: `default`.
+    pub queue: &'static str,
+    /// How long a worker that falls silent keeps the job. Default: 30 s; at least 1 s.
+    pub lease: Duration,
+    /// The longest an attempt may take before it is cancelled and counted as a failure.
+    /// Default: none.
+    pub timeout: Option<Duration>,
+    /// How many attempts a job gets in all. Default: 20.
+    pub max_attempts: u32,
+    /// How often a job may crash its process, the last times while alone in it. Default: 3.
+    pub max_crashes: u32,
+    /// Which jobs of a queue run first, from 4 down to −4. Default: 0.
+    pub priority: i16,
+    /// The wait before each retry.
+    pub backoff: Backoff,
+    /// How long a completed or cancelled job is kept; `Some(0)` deletes it at once. Default: what
+    /// the queue says.
+    pub retention: Option<Duration>,
+}
+
+impl JobOptions {
+    /// The options of a plain `#[job]`.
+    pub const DEFAULT: Self = Self {
+        queue: DEFAULT_QUEUE,
+        lease: Duration::from_secs(30),
+        timeout: None,
+        max_attempts: 20,
+        max_crashes: 3,
+        priority: 0,
+        backoff: Backoff::DEFAULT,
+        retention: None,
+    };
+
+    /// The shortest lease that can be renewed in time: 1 s.
+    pub const MIN_LEASE: Duration = Duration::from_secs(1);
+
+    /// Refuses options that cannot work; `#[job]` calls it at compile time.
+    ///
+    /// # Panics
+    ///
+    /// Panics with the reason, which makes it a compile error in a `const`.
+    #[must_use]
+    pub const fn checked(self) -> Self {
+        assert!(
+            self.lease.as_millis() >= Self::MIN_LEASE.as_millis(),
+            "`lease` must be at least 1s: it is renewed every third of it"
+        );
+        assert!(
+            self.lease.as_secs() <= 30 * 86_400,
+            "`lease` must be at most 30d: it is how long a dead worker keeps its jobs; \
+             use `timeout` to bound a run"
+        );
+        if let Some(timeout) = self.timeout {
+            assert!(!timeout.is_zero(), "`timeout` must be longer than 0s; leave it out for none");
+        }
+        assert!(self.max_attempts >= 1, "`max_attempts` must be at least 1: it counts the first run");
+        assert!(self.max_attempts <= i32::MAX as u32, "`max_attempts` must be at most 2147483647");
+        assert!(self.max_crashes >= 1, "`max_crashes` must be at least 1");
+        assert!(self.max_crashes <= i16::MAX as u32, "`max_crashes` must be at most 32767");
+        assert!(
+            self.priority >= -4 && self.priority <= 4,
+            "`priority` must be from -4 (last) to 4 (first)"
+        );
+        assert!(self.backoff.factor >= 1.0, "`backoff` needs a `factor` of at least 1");
+        assert!(
+            self.backoff.base.as_nanos() <= self.backoff.cap.as_nanos(),
+            "`backoff` needs a `base` that is not longer than its `cap`"
+        );
+        self
+    }
+}
+
+impl Default for JobOptions {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
+
+/// A job function, as the runtime knows it. Made by `#[job]` only.
+#[derive(Debug)]
+pub struct JobDef {
+    /// The kind.
+    pub kind: &'static str,
+    /// Former kinds whose stored jobs this function also runs.
+    pub aliases: &'static [&'static str],
+    /// The options.
+    pub options: JobOptions,
+    /// The source file of the function.
+    pub file: &'static str,
+    /// The line of the function.
+    pub line: u32,
+    /// The state the function needs from the runtime.
+    pub needs: fn() -> Vec<Need>,
+    /// How to run it.
+    pub handler: Handler,
+}
+
+/// A job that is not enqueued yet.
+///
+/// Made by a job function's `new`; options chain, and [`enqueue`](Self::enqueue) writes it.
+/// Wrong values are kept and reported by `enqueue`, as typed errors.
+#[derive(Debug)]
+#[must_use = "a new job does nothing until it is enqueued"]
+pub struct NewJob {
+    pub(crate) kind: Cow<'static, str>,
+    pub(crate) queue: Cow<'static, str>,
+    pub(crate) payload: Result<String, PayloadError>,
+    pub(crate) due: Due,
+    pub(crate) priority: i64,
+    pub(crate) max_attempts: u32,
+    pub(crate) max_crashes: u32,
+    pub(crate) tags: Vec<String>,
+    pub(crate) metadata: serde_json::Map<String, serde_json::Value>,
+}
+
+/// When a new job is wanted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Due {
+    After(Duration),
+    At(Result<Timestamp, TimeOutOfRange>),
+}
+
+impl NewJob {
+    /// A job of kind `J` with this payload.
+    pub fn of<J: Job>(payload: &J::Payload) -> Self {
+        let options = &J::DEF.options;
+        Self {
+            kind: Cow::Borrowed(J::NAME),
+            queue: Cow::Borrowed(options.queue),
+            payload: payload::encode(payload),
+            due: Due::After(Duration::ZERO),
+            priority: i64::from(options.priority),
+            max_attempts: options.max_attempts,
+            max_crashes: options.max_crashes,
+            tags: Vec::new(),
+            metadata: serde_json::Map::new(),
+        }
+    }
+
+    /// Runs the job no earlier than `delay` after it is written, on the database's clock.
+    pub fn delay(mut self, delay: Duration) -> Self {
+        self.due = Due::After(delay);
+        self
+    }
+
+    /// Runs the job no earlier than `time`; a time in the past means now.
+    ///
+    /// Takes a [`SystemTime`] and whatever converts into one (the time types of `jiff`, `chrono`
+    /// and `time` do). Times outside the years 1 to 9999 fail at enqueue.
+    pub fn run_at(mut self, time: impl Into<SystemTime>) -> Self {
+        self.due = Due::At(Timestamp::from_system(time.into()));
+        self
+    }
+
+    /// Runs the job before those of lower priority in its queue: from 4 down to −4.
+    pub fn priority(mut self, priority: i64) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// Puts the job in another queue than its function's.
+    pub fn queue(mut self, queue: impl Into<Cow<'static, str>>) -> Self {
+        self.queue = queue.into();
+        self
+    }
+
+    /// Gives the job another number of attempts than its function's.
+    pub fn max_attempts(mut self, max_attempts: u32) -> Self {
+        self.max_attempts = max_attempts;
+        self
+    }
+
+    /// Adds a tag to find the job by.
+    pub fn tag(mut self, tag: impl Into<String>) -> Self {
+        self.tags.push(tag.into());
+        self
+    }
+
+    /// Adds a value that travels with the job but is no parameter of its function.
+    pub fn metadata(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Self {
+        self.metadata.insert(name.into(), value.into());
+        self
+    }
+
+    /// Writes the job.
+    ///
+    /// The target is a [`Client`](crate::Client), a pool, a connection or **your own open
+    /// transaction**: then the job exists if and when that transaction commits.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Payload`], [`Error::BadName`], [`Error::TimeOutOfRange`] and [`Error::BadOption`]
+    /// for what was wrong with the job (nothing was written), [`Error::CommitUnknown`] when the
+    /// connection broke after the job was sent, and database errors.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped the job is either written whole or not at all.
+    pub async fn enqueue(self, target: impl EnqueueTarget) -> Result<Enqueued> {
+        let mut enqueued = target.insert(vec![self]).await?;
+        Ok(enqueued.pop().expect("one job in, one out"))
+    }
+
+    /// Checks everything that can be checked without a database.
+    pub(crate) fn check(self, payload_limit: usize) -> Result<CheckedJob> {
+        let kind = self.kind;
+        let payload =
+            self.payload.map_err(|source| Error::Payload { kind: kind.to_string(), source })?;
+        if payload.len() > payload_limit {
+            let source = PayloadError::TooLarge { size: payload.len(), limit: payload_limit };
+            return Err(Error::Payload { kind: kind.to_string(), source });
+        }
+        check_name("job", &kind)?;
+        check_name("queue", &self.queue)?;
+        if self.max_attempts == 0 || self.max_attempts > i32::MAX as u32 {
+            return Err(Error::BadOption {
+                option: "max_attempts",
+                problem: format!("{} is not between 1 and {}", self.max_attempts, i32::MAX),
+            });
+        }
+        if let Some(tag) = self.tags.iter().find(|tag| tag.is_empty() || tag.contains('\0')) {
+            return Err(Error::BadOption {
+                option: "tag",
+                problem: format!("{tag:?} is empty or has a NUL character"),
+            });
+        }
+        let due = match self.due {
+            Due::After(delay) if delay > jobq_core::duration::MAX => {
+                return Err(Error::BadOption {
+                    option: "delay",
+                    problem: "it is longer than 100 years".to_owned(),
+                });
+            }
+            Due::After(delay) => CheckedDue::After(delay),
+            Due::At(time) => CheckedDue::At(time?),
+        };
+        let metadata = if self.metadata.is_empty() {
+            None
+        } else {
+            Some(serde_json::Value::Object(self.metadata).to_string())
+        };
+        Ok(CheckedJob {
+            priority: check_priority(self.priority)?,
+            kind,
+            queue: self.queue,
+            payload,
+            due,
+            max_attempts: self.max_attempts,
+            max_crashes: self.max_crashes,
+            tags: self.tags,
+            metadata,
+        })
+    }
+}
+
+/// A new job that is fit to be written.
+#[derive(Clone, Debug)]
+pub struct CheckedJob {
+    pub(crate) kind: Cow<'static, str>,
+    pub(crate) queue: Cow<'static, str>,
+    pub(crate) payload: String,
+    pub(crate) due: CheckedDue,
+    pub(crate) priority: i16,
+    pub(crate) max_attempts: u32,
+    pub(crate) max_crashes: u32,
+    pub(crate) tags: Vec<String>,
+    pub(crate) metadata: Option<String>,
+}
+
+/// When a checked job is wanted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum CheckedDue {
+    After(Duration),
+    At(Timestamp),
+}

@@ -1,0 +1,595 @@
+//! The seam to the databases: whole operations, each atomic by itself.
+//!
+//! All SQL of jobq is below this module, one file per database, each with the same operations
+//! in the same order. Every operation that writes for a running job is guarded by its
+//! [`Lease`]; every time that decides something is the database's own.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jobq_core::job::{JobId, JobState, Lease, SessionId, Token};
+use jobq_core::lifecycle::{Counters, Limits, Transition};
+use jobq_core::outcome::DeathReason;
+use jobq_core::time::Timestamp;
+
+use crate::error::Result;
+use crate::handler::BoxFuture;
+use crate::job::CheckedJob;
+
+#[cfg(feature = "postgres")]
+pub(crate) mod postgres;
+#[cfg(feature = "sqlite")]
+pub(crate) mod sqlite;
+
+/// Where jobq's tables are in a database: a PostgreSQL schema, or a prefix on SQLite.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Schema(Arc<str>);
+
+impl Schema {
+    /// The name used unless the client says otherwise.
+    pub const DEFAULT: &'static str = "jobq";
+
+    /// Takes a name of 1 to 40 lower-case letters, digits and `_`, not beginning with a digit.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`](crate::Error::BadOption) for any other name: it becomes part of SQL
+    /// text.
+    pub fn new(name: &str) -> Result<Self> {
+        let fits = (1..=40).contains(&name.len())
+            && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+            && !name.starts_with(|c: char| c.is_ascii_digit());
+        if fits {
+            Ok(Self(name.into()))
+        } else {
+            Err(crate::Error::BadOption {
+                option: "schema",
+                problem: format!(
+                    "{name:?} is not 1 to 40 lower-case letters, digits and '_', beginning with a letter"
+                ),
+            })
+        }
+    }
+
+    /// The name.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl Default for Schema {
+    fn default() -> Self {
+        Self(Self::DEFAULT.into())
+    }
+}
+
+/// Every operation that jobq asks of a database.
+pub(crate) trait Store: Send + Sync + 'static {
+    /// Where the tables are.
+    fn schema(&self) -> &Schema;
+
+    /// Which database this is, for messages.
+    fn database(&self) -> &'static str;
+
+    // ---- set-up -----------------------------------------------------------------------------
+
+    /// Creates or upgrades the tables. Safe to run from many processes at once, and again.
+    fn migrate(&self) -> BoxFuture<'_, Result<()>>;
+
+    /// Fails unless the server and the tables fit this version of jobq.
+    fn check(&self) -> BoxFuture<'_, Result<()>>;
+
+    // ---- enqueue ----------------------------------------------------------------------------
+
+    /// Writes new jobs in a transaction of its own, all or none, and returns their ids in order.
+    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<JobId>>>;
+
+    // ---- claim ------------------------------------------------------------------------------
+
+    /// Registers a session, live from now for its lease, and makes jobs that were parked because
+    /// nobody knew their kind claimable if it knows them. Returns where claims may begin to look.
+    fn open_session<'a>(&'a self, session: &'a NewSession) -> BoxFuture<'a, Result<Vec<LaneFloor>>>;
+
+    /// Ends a session that holds no job any more.
+    fn close_session(&self, session: SessionId) -> BoxFuture<'_, Result<()>>;
+
+    /// Opens the connection that extends sessions; it is used from a thread of its own.
+    fn pulse(&self) -> BoxFuture<'static, Result<Box<dyn Pulse>>>;
+
+    /// Moves due jobs from pending to running and leases them to the caller's sessions.
+    ///
+    /// No two callers are given the same job. Each claim raises the job's token.
+    fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>>;
+
+    /// How long until the next pending job of these lanes and kinds is due; zero when one is.
+    fn next_due<'a>(
+        &'a self,
+        lanes: &'a [String],
+        kinds: &'a [String],
+    ) -> BoxFuture<'a, Result<Option<Duration>>>;
+
+    /// Every job that a session holds.
+    fn held(&self, session: SessionId) -> BoxFuture<'_, Result<Vec<HeldJob>>>;
+
+    /// Notes that a job now runs alone in its process. False when the lease was lost.
+    fn isolate(&self, lease: Lease) -> BoxFuture<'_, Result<bool>>;
+
+    // ---- settle -----------------------------------------------------------------------------
+
+    /// Writes transitions, each guarded by its lease, and says what became of each, in order.
+    ///
+    /// Each is written by itself: one that cannot be written does not hold up the others.
+    fn settle<'a>(&'a self, settlements: &'a [Settlement]) -> BoxFuture<'a, Result<Vec<Settled>>>;
+
+    // ---- sweep ------------------------------------------------------------------------------
+
+    /// Takes or keeps a duty for `span`; the duty's notes if it is ours, else `None`.
+    fn take_duty<'a>(
+        &'a self,
+        name: &'static str,
+        holder: SessionId,
+        span: Duration,
+    ) -> BoxFuture<'a, Result<Option<String>>>;
+
+    /// Stores a duty's notes if it is still the holder's.
+    fn note_duty<'a>(
+        &'a self,
+        name: &'static str,
+        holder: SessionId,
+        notes: &'a str,
+    ) -> BoxFuture<'a, Result<()>>;
+
+    /// Closes sessions whose lease expired, so that they cannot claim or be extended, and returns
+    /// every closed session.
+    fn close_expired_sessions(&self) -> BoxFuture<'_, Result<Vec<SessionId>>>;
+
+    /// Jobs held by closed sessions, up to `limit`, and, if `orphans`, also those held by sessions
+    /// that do not exist.
+    fn abandoned<'a>(
+        &'a self,
+        closed: &'a [SessionId],
+        orphans: bool,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<HeldJob>>>;
+
+    /// Forgets closed sessions that hold no job any more.
+    fn forget_sessions<'a>(&'a self, closed: &'a [SessionId]) -> BoxFuture<'a, Result<()>>;
+
+    /// The live sessions, with what they know and how far they have claimed.
+    fn live_sessions(&self) -> BoxFuture<'_, Result<Vec<LiveSession>>>;
+
+    /// The database's time, and what proves that no transaction is still writing before it.
+    fn horizon(&self) -> BoxFuture<'_, Result<Horizon>>;
+
+    /// Pending jobs of a band after `from` and up to `to`, in claim order, up to `limit`.
+    fn unleased<'a>(
+        &'a self,
+        lane: &'a str,
+        band: i16,
+        from: Floor,
+        to: Floor,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<UnleasedJob>>>;
+
+    /// Puts pending jobs first in line, or parks them; those claimed meanwhile are left alone.
+    fn shift<'a>(&'a self, jobs: &'a [UnleasedJob], shift: Shift) -> BoxFuture<'a, Result<u64>>;
+
+    /// Makes jobs parked for their kind claimable, if it is one of these; up to `limit`.
+    fn unpark<'a>(&'a self, kinds: &'a [String], limit: u32) -> BoxFuture<'a, Result<u64>>;
+
+    /// Deletes finished jobs past their retention, up to `limit`.
+    fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>>;
+
+    // ---- seeing and mending -----------------------------------------------------------------
+
+    /// Looks a job up wherever it is.
+    fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>>;
+
+    /// How many jobs of each queue are in each state. Reads everything: for people, not loops.
+    fn counts(&self) -> BoxFuture<'_, Result<Vec<QueueCount>>>;
+
+    /// Dead letters that match, newest first, up to `limit`.
+    fn dead<'a>(&'a self, filter: &'a DeadFilter, limit: u32)
+    -> BoxFuture<'a, Result<Vec<DeadJob>>>;
+
+    /// Asks for a job to be cancelled.
+    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>>;
+
+    /// Makes dead jobs that match, or one dead or cancelled job, pending again; up to `limit`.
+    fn redrive<'a>(
+        &'a self,
+        filter: &'a DeadFilter,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<JobId>>>;
+
+    // ---- wake-up ----------------------------------------------------------------------------
+
+    /// Opens a stream of wake-ups from other processes; `None` where the database has none.
+    fn listen(&self) -> BoxFuture<'_, Result<Option<Box<dyn Listener>>>>;
+}
+
+/// The connection that keeps sessions alive.
+pub(crate) trait Pulse: Send {
+    /// Extends a session by its lease and brings news of its jobs.
+    fn beat<'a>(&'a mut self, beat: &'a Beat) -> BoxFuture<'a, Result<BeatReply>>;
+}
+
+/// Wake-ups sent by other processes.
+pub(crate) trait Listener: Send {
+    /// Waits for the next one. An error means that the connection is gone.
+    fn wait(&mut self) -> BoxFuture<'_, Result<WakeUp>>;
+}
+
+/// A hint that something became claimable.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct WakeUp {
+    pub(crate) lane: String,
+    pub(crate) band: i16,
+    /// The earliest `run_after` written.
+    pub(crate) run_after: Timestamp,
+}
+
+/// A session to be registered.
+#[derive(Clone, Debug)]
+pub(crate) struct NewSession {
+    pub(crate) id: SessionId,
+    /// The worker's name, for people.
+    pub(crate) worker: String,
+    pub(crate) lease: Duration,
+    /// The kinds its process can run, aliases included.
+    pub(crate) kinds: Vec<String>,
+    /// The queues its process serves.
+    pub(crate) queues: Vec<String>,
+}
+
+/// One heartbeat.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Beat {
+    pub(crate) session: i64,
+    /// The jobs the process believes it holds under this session.
+    pub(crate) held: Vec<(JobId, Token)>,
+    /// How far the process has claimed, for the sweep.
+    pub(crate) floors: Vec<LaneFloor>,
+}
+
+/// What a heartbeat brought back.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum BeatReply {
+    /// The session lives for another lease.
+    Extended {
+        /// Jobs that the session does not hold any more.
+        lost: Vec<JobId>,
+        /// Jobs that somebody asked to cancel.
+        cancel_requested: Vec<JobId>,
+    },
+    /// The session is closed: its jobs belong to others now.
+    Closed,
+    /// Another writer keeps the database locked (SQLite). Nobody can claim meanwhile either, so
+    /// the lease is as good as extended while the lock is held.
+    Blocked,
+}
+
+/// A place in a band's order: the claim looks at what comes after it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Floor {
+    pub(crate) run_after: Timestamp,
+    pub(crate) id: i64,
+}
+
+impl Floor {
+    /// Before everything.
+    pub(crate) const START: Self = Self { run_after: Timestamp::NEG_INFINITY, id: 0 };
+}
+
+/// A floor and the band it belongs to.
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct LaneFloor {
+    pub(crate) lane: String,
+    pub(crate) band: i16,
+    #[serde(with = "floor_as_pair")]
+    pub(crate) floor: Floor,
+}
+
+mod floor_as_pair {
+    use jobq_core::time::Timestamp;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::Floor;
+
+    pub(super) fn serialize<S: Serializer>(floor: &Floor, s: S) -> Result<S::Ok, S::Error> {
+        (floor.run_after.0, floor.id).serialize(s)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Floor, D::Error> {
+        let (run_after, id) = Deserialize::deserialize(d)?;
+        Ok(Floor { run_after: Timestamp(run_after), id })
+    }
+}
+
+/// What to claim.
+#[derive(Clone, Debug)]
+pub(crate) struct Claim {
+    /// For each kind this process can run, the session whose lease its jobs are given.
+    pub(crate) kinds: Vec<(String, SessionId)>,
+    pub(crate) lanes: Vec<LaneClaim>,
+}
+
+impl Claim {
+    /// The sessions, each once, in order.
+    pub(crate) fn sessions(&self) -> Vec<i64> {
+        let mut sessions: Vec<i64> = self.kinds.iter().map(|(_, session)| session.0).collect();
+        sessions.sort_unstable();
+        sessions.dedup();
+        sessions
+    }
+}
+
+/// How much to claim from a lane.
+#[derive(Clone, Debug)]
+pub(crate) struct LaneClaim {
+    pub(crate) lane: String,
+    /// At most this many jobs.
+    pub(crate) limit: u32,
+    /// Where to begin in each band, in the order in which bands are looked at.
+    pub(crate) floors: Vec<(i16, Floor)>,
+}
+
+/// What a claim brought back.
+#[derive(Clone, Debug)]
+pub(crate) struct Claimed {
+    /// The database's time of the claim.
+    pub(crate) now: Timestamp,
+    /// False when one of the sessions is closed or expired; then there are no jobs.
+    pub(crate) sessions_live: bool,
+    /// The jobs, in claim order within each lane.
+    pub(crate) jobs: Vec<ClaimedJob>,
+}
+
+/// A job that was claimed.
+#[derive(Clone, Debug)]
+pub(crate) struct ClaimedJob {
+    pub(crate) lease: Lease,
+    pub(crate) kind: String,
+    pub(crate) queue: String,
+    pub(crate) lane: String,
+    pub(crate) band: i16,
+    pub(crate) run_after: Timestamp,
+    pub(crate) counters: Counters,
+    pub(crate) limits: Limits,
+    pub(crate) created_at: Timestamp,
+    pub(crate) tags: Vec<String>,
+    pub(crate) metadata: serde_json::Map<String, serde_json::Value>,
+    pub(crate) payload: String,
+}
+
+/// A job that a session holds, as the sweep sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct HeldJob {
+    pub(crate) lease: Lease,
+    pub(crate) counters: Counters,
+    pub(crate) limits: Limits,
+    pub(crate) isolated: bool,
+    pub(crate) cancel_requested: bool,
+}
+
+/// A transition to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct Settlement {
+    pub(crate) lease: Lease,
+    pub(crate) transition: Transition,
+    /// How long to keep the job once it is completed or cancelled; zero keeps nothing.
+    pub(crate) retention: Duration,
+}
+
+/// What became of a settlement.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Settled {
+    /// It is written (perhaps by an earlier try whose reply was lost).
+    Written,
+    /// The lease was lost: nothing was written, and nothing may be.
+    LeaseLost,
+    /// Somebody else has the row locked; the job is still ours: try again.
+    Busy,
+    /// The job is still ours, but is to be cancelled instead of requeued.
+    CancelRequested,
+}
+
+/// The completion of a job inside its handler's transaction.
+#[derive(Clone, Copy, Debug)]
+pub struct Completion {
+    pub(crate) lease: Lease,
+    pub(crate) retention: Duration,
+}
+
+/// A live session, as the sweep sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct LiveSession {
+    pub(crate) kinds: Vec<String>,
+    pub(crate) queues: Vec<String>,
+    pub(crate) floors: Vec<LaneFloor>,
+}
+
+/// The database's time and the state of its transactions.
+///
+/// Once `oldest_running` of a later horizon has reached `newest` of an earlier one, every
+/// transaction that was running at the earlier one has ended.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Horizon {
+    pub(crate) now: Timestamp,
+    pub(crate) oldest_running: i64,
+    pub(crate) newest: i64,
+}
+
+/// A pending job, as the sweep sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct UnleasedJob {
+    pub(crate) id: JobId,
+    pub(crate) token: Token,
+    pub(crate) kind: String,
+    pub(crate) run_after: Timestamp,
+}
+
+/// What the sweep does with a pending job.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Shift {
+    /// First in line: it was found late.
+    Hurry,
+    /// Waiting: no live session knows its kind.
+    Park,
+}
+
+/// What is known of a job that was looked up.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Lookup {
+    /// It is there.
+    Found(Box<JobInfo>),
+    /// It was there, is finished, and its retention is over.
+    Gone,
+    /// No job ever had this id.
+    NotFound,
+}
+
+/// A job, as people see it.
+#[derive(Clone, PartialEq, Debug)]
+#[non_exhaustive]
+pub struct JobInfo {
+    /// Its id.
+    pub id: JobId,
+    /// Where it is in its life.
+    pub state: JobState,
+    /// Its kind.
+    pub kind: String,
+    /// Its queue.
+    pub queue: String,
+    /// Attempts so far; the running one included.
+    pub attempt: u32,
+    /// The last allowed attempt.
+    pub max_attempts: u32,
+    /// Attempts whose lease expired.
+    pub crashes: u32,
+    /// Times it was given back unfinished.
+    pub interruptions: u32,
+    /// The fencing token of its last claim.
+    pub token: Token,
+    /// The earliest time of its next run; `None` when it is waiting or final.
+    pub run_after: Option<Timestamp>,
+    /// When it was enqueued.
+    pub created_at: Timestamp,
+    /// When it reached its final state.
+    pub finished_at: Option<Timestamp>,
+    /// The worker that runs it, and until when that worker's lease is valid.
+    pub leased_by: Option<(String, Timestamp)>,
+    /// Its payload: JSON text, exactly as enqueued.
+    pub payload: Option<String>,
+    /// The JSON of the value its function returned.
+    pub result: Option<String>,
+    /// Why it is dead.
+    pub death_reason: Option<DeathReason>,
+    /// Every attempt that did not complete it, oldest first.
+    pub attempts: Vec<AttemptInfo>,
+}
+
+/// An attempt that did not complete its job.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct AttemptInfo {
+    /// The attempt's number.
+    pub attempt: u32,
+    /// The token of its claim.
+    pub token: Token,
+    /// Why it ended.
+    pub reason: jobq_core::outcome::AttemptReason,
+    /// The error's text.
+    pub error: String,
+    /// When it ended.
+    pub at: Timestamp,
+}
+
+/// How many jobs of a queue are in a state.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct QueueCount {
+    /// The queue.
+    pub queue: String,
+    /// The state.
+    pub state: JobState,
+    /// How many.
+    pub count: u64,
+}
+
+/// Which dead letters are meant; an empty filter means all.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct DeadFilter {
+    pub(crate) id: Option<JobId>,
+    pub(crate) queue: Option<String>,
+    pub(crate) kind: Option<String>,
+    pub(crate) reason: Option<DeathReason>,
+}
+
+impl DeadFilter {
+    /// All dead letters.
+    pub fn all() -> Self {
+        Self::default()
+    }
+
+    /// The one with this id.
+    pub fn id(id: JobId) -> Self {
+        Self { id: Some(id), ..Self::default() }
+    }
+
+    /// Only those of this queue.
+    #[must_use]
+    pub fn queue(mut self, queue: impl Into<String>) -> Self {
+        self.queue = Some(queue.into());
+        self
+    }
+
+    /// Only those of this kind.
+    #[must_use]
+    pub fn kind(mut self, kind: impl Into<String>) -> Self {
+        self.kind = Some(kind.into());
+        self
+    }
+
+    /// Only those that died for this reason.
+    #[must_use]
+    pub fn reason(mut self, reason: DeathReason) -> Self {
+        self.reason = Some(reason);
+        self
+    }
+}
+
+/// A dead letter.
+#[derive(Clone, PartialEq, Debug)]
+#[non_exhaustive]
+pub struct DeadJob {
+    /// Its id.
+    pub id: JobId,
+    /// Its kind.
+    pub kind: String,
+    /// The queue it came from.
+    pub queue: String,
+    /// Why it is dead.
+    pub reason: DeathReason,
+    /// When it died.
+    pub died_at: Timestamp,
+    /// Attempts it had.
+    pub attempt: u32,
+    /// The text of its last error.
+    pub error: String,
+    /// Its payload: JSON text, exactly as enqueued.
+    pub payload: String,
+}
+
+/// What a request to cancel a job did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CancelReply {
+    /// It was not running and is cancelled now.
+    Cancelled,
+    /// It is running: its worker will stop it with its next heartbeat.
+    Requested,
+    /// It had already ended, in this state.
+    AlreadyFinal(JobState),
+    /// There is no such job, or not any more.
+    NotFound,
+}

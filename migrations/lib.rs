@@ -1,0 +1,1 @@
+//! The tables of jobq, as SQL for each database.
