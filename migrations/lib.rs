@@ -1,1 +1,90 @@
 //! The tables of jobq, as SQL for each database.
+//!
+//! The client's `migrate` applies these; print them to apply them yourself. Steps are only ever
+//! added, and each keeps the previous version's programs working.
+//!
+//! The texts use jobq's default names: the schema `jobq` on PostgreSQL, the prefix `jobq_` on
+//! SQLite, where `now_us()` stands for the clock. [`Migration::sql`] puts in other names.
+
+/// A database that jobq has tables for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dialect {
+    /// PostgreSQL 15 or newer.
+    Postgres,
+    /// SQLite 3.42 or newer.
+    Sqlite,
+}
+
+/// One step from one version of the tables to the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Migration {
+    /// The version of the tables after this step; the first is 1.
+    pub version: i64,
+    /// What the step is about.
+    pub name: &'static str,
+    dialect: Dialect,
+    text: &'static str,
+}
+
+/// SQLite's clock in microseconds; it has milliseconds only.
+pub const SQLITE_NOW: &str = "(cast(round(unixepoch('subsec') * 1000) as integer) * 1000)";
+
+impl Migration {
+    /// The step's statements with `schema` as the name of the schema or prefix.
+    pub fn sql(&self, schema: &str) -> String {
+        match self.dialect {
+            Dialect::Postgres => self.text.replace("jobq.", &format!("{schema}.")),
+            Dialect::Sqlite => self
+                .text
+                .replace("(now_us())", SQLITE_NOW)
+                .replace("jobq_", &format!("{schema}_")),
+        }
+    }
+}
+
+/// Every step for a database, in order.
+pub fn all(dialect: Dialect) -> &'static [Migration] {
+    match dialect {
+        Dialect::Postgres => &[Migration {
+            version: 1,
+            name: "jobs",
+            dialect: Dialect::Postgres,
+            text: include_str!("postgres/0001_jobs.sql"),
+        }],
+        Dialect::Sqlite => &[Migration {
+            version: 1,
+            name: "jobs",
+            dialect: Dialect::Sqlite,
+            text: include_str!("sqlite/0001_jobs.sql"),
+        }],
+    }
+}
+
+/// The version of the tables that this version of jobq needs.
+pub fn needed(dialect: Dialect) -> i64 {
+    all(dialect).last().map_or(0, |migration| migration.version)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_count_from_one_without_gaps() {
+        for dialect in [Dialect::Postgres, Dialect::Sqlite] {
+            let versions: Vec<i64> = all(dialect).iter().map(|step| step.version).collect();
+            assert_eq!(versions, (1..=needed(dialect)).collect::<Vec<i64>>());
+        }
+    }
+
+    #[test]
+    fn another_name_leaves_nothing_of_the_default() {
+        for dialect in [Dialect::Postgres, Dialect::Sqlite] {
+            for step in all(dialect) {
+                let sql = step.sql("billing");
+                assert!(!sql.contains("jobq.") && !sql.contains("jobq_"), "{sql}");
+                assert!(!sql.contains("now_us()") || sql.contains("-- now_us()"), "{sql}");
+            }
+        }
+    }
+}

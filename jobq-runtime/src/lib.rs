@@ -20,7 +20,7 @@ pub use handler::{
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
 pub use store::{
-    AttemptInfo, CancelReply, DeadFilter, DeadJob, JobInfo, Lookup, QueueCount, Schema,
+    AttemptInfo, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup, QueueCount, Schema,
 };
 pub use tokio_util::sync::CancellationToken;
 

@@ -18,8 +18,7 @@ use crate::job::CheckedJob;
 
 #[cfg(feature = "postgres")]
 pub(crate) mod postgres;
-#[cfg(feature = "sqlite")]
-pub(crate) mod sqlite;
+
 
 /// Where jobq's tables are in a database: a PostgreSQL schema, or a prefix on SQLite.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -63,6 +62,9 @@ impl Default for Schema {
     }
 }
 
+/// How long completed and cancelled jobs are kept unless the job or its queue says otherwise.
+pub const DEFAULT_RETENTION: Duration = Duration::from_secs(24 * 3600);
+
 /// Every operation that jobq asks of a database.
 pub(crate) trait Store: Send + Sync + 'static {
     /// Where the tables are.
@@ -70,6 +72,9 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     /// Which database this is, for messages.
     fn database(&self) -> &'static str;
+
+    /// The longest wait between two looks of an idle worker.
+    fn idle_poll(&self) -> Duration;
 
     // ---- set-up -----------------------------------------------------------------------------
 
@@ -86,9 +91,8 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     // ---- claim ------------------------------------------------------------------------------
 
-    /// Registers a session, live from now for its lease, and makes jobs that were parked because
-    /// nobody knew their kind claimable if it knows them. Returns where claims may begin to look.
-    fn open_session<'a>(&'a self, session: &'a NewSession) -> BoxFuture<'a, Result<Vec<LaneFloor>>>;
+    /// Registers a session, live from now for its lease.
+    fn open_session<'a>(&'a self, session: &'a NewSession) -> BoxFuture<'a, Result<()>>;
 
     /// Ends a session that holds no job any more.
     fn close_session(&self, session: SessionId) -> BoxFuture<'_, Result<()>>;
@@ -101,10 +105,10 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// No two callers are given the same job. Each claim raises the job's token.
     fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>>;
 
-    /// How long until the next pending job of these lanes and kinds is due; zero when one is.
+    /// How long until the next pending job of these queues and kinds is due; zero when one is.
     fn next_due<'a>(
         &'a self,
-        lanes: &'a [String],
+        queues: &'a [String],
         kinds: &'a [String],
     ) -> BoxFuture<'a, Result<Option<Duration>>>;
 
@@ -130,6 +134,9 @@ pub(crate) trait Store: Send + Sync + 'static {
         holder: SessionId,
         span: Duration,
     ) -> BoxFuture<'a, Result<Option<String>>>;
+
+    /// A duty's notes, whoever holds it; empty if nobody ever did.
+    fn duty_notes<'a>(&'a self, name: &'static str) -> BoxFuture<'a, Result<String>>;
 
     /// Stores a duty's notes if it is still the holder's.
     fn note_duty<'a>(
@@ -164,7 +171,7 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// Pending jobs of a band after `from` and up to `to`, in claim order, up to `limit`.
     fn unleased<'a>(
         &'a self,
-        lane: &'a str,
+        queue: &'a str,
         band: i16,
         from: Floor,
         to: Floor,
@@ -174,8 +181,14 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// Puts pending jobs first in line, or parks them; those claimed meanwhile are left alone.
     fn shift<'a>(&'a self, jobs: &'a [UnleasedJob], shift: Shift) -> BoxFuture<'a, Result<u64>>;
 
-    /// Makes jobs parked for their kind claimable, if it is one of these; up to `limit`.
-    fn unpark<'a>(&'a self, kinds: &'a [String], limit: u32) -> BoxFuture<'a, Result<u64>>;
+    /// Makes jobs of these queues that were parked for their kind claimable, if it is one of these;
+    /// up to `limit`.
+    fn unpark<'a>(
+        &'a self,
+        queues: &'a [String],
+        kinds: &'a [String],
+        limit: u32,
+    ) -> BoxFuture<'a, Result<u64>>;
 
     /// Deletes finished jobs past their retention, up to `limit`.
     fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>>;
@@ -223,7 +236,7 @@ pub(crate) trait Listener: Send {
 /// A hint that something became claimable.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct WakeUp {
-    pub(crate) lane: String,
+    pub(crate) queue: String,
     pub(crate) band: i16,
     /// The earliest `run_after` written.
     pub(crate) run_after: Timestamp,
@@ -249,7 +262,7 @@ pub(crate) struct Beat {
     /// The jobs the process believes it holds under this session.
     pub(crate) held: Vec<(JobId, Token)>,
     /// How far the process has claimed, for the sweep.
-    pub(crate) floors: Vec<LaneFloor>,
+    pub(crate) floors: Vec<QueueFloor>,
 }
 
 /// What a heartbeat brought back.
@@ -283,8 +296,8 @@ impl Floor {
 
 /// A floor and the band it belongs to.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct LaneFloor {
-    pub(crate) lane: String,
+pub(crate) struct QueueFloor {
+    pub(crate) queue: String,
     pub(crate) band: i16,
     #[serde(with = "floor_as_pair")]
     pub(crate) floor: Floor,
@@ -311,7 +324,7 @@ mod floor_as_pair {
 pub(crate) struct Claim {
     /// For each kind this process can run, the session whose lease its jobs are given.
     pub(crate) kinds: Vec<(String, SessionId)>,
-    pub(crate) lanes: Vec<LaneClaim>,
+    pub(crate) queues: Vec<QueueClaim>,
 }
 
 impl Claim {
@@ -324,10 +337,10 @@ impl Claim {
     }
 }
 
-/// How much to claim from a lane.
+/// How much to claim from a queue.
 #[derive(Clone, Debug)]
-pub(crate) struct LaneClaim {
-    pub(crate) lane: String,
+pub(crate) struct QueueClaim {
+    pub(crate) queue: String,
     /// At most this many jobs.
     pub(crate) limit: u32,
     /// Where to begin in each band, in the order in which bands are looked at.
@@ -341,7 +354,7 @@ pub(crate) struct Claimed {
     pub(crate) now: Timestamp,
     /// False when one of the sessions is closed or expired; then there are no jobs.
     pub(crate) sessions_live: bool,
-    /// The jobs, in claim order within each lane.
+    /// The jobs, in claim order within each queue.
     pub(crate) jobs: Vec<ClaimedJob>,
 }
 
@@ -351,7 +364,6 @@ pub(crate) struct ClaimedJob {
     pub(crate) lease: Lease,
     pub(crate) kind: String,
     pub(crate) queue: String,
-    pub(crate) lane: String,
     pub(crate) band: i16,
     pub(crate) run_after: Timestamp,
     pub(crate) counters: Counters,
@@ -379,6 +391,8 @@ pub(crate) struct Settlement {
     pub(crate) transition: Transition,
     /// How long to keep the job once it is completed or cancelled; zero keeps nothing.
     pub(crate) retention: Duration,
+    /// An earlier try broke off and may have been written.
+    pub(crate) doubtful: bool,
 }
 
 /// What became of a settlement.
@@ -406,7 +420,7 @@ pub struct Completion {
 pub(crate) struct LiveSession {
     pub(crate) kinds: Vec<String>,
     pub(crate) queues: Vec<String>,
-    pub(crate) floors: Vec<LaneFloor>,
+    pub(crate) floors: Vec<QueueFloor>,
 }
 
 /// The database's time and the state of its transactions.
@@ -480,7 +494,7 @@ pub struct JobInfo {
     /// The worker that runs it, and until when that worker's lease is valid.
     pub leased_by: Option<(String, Timestamp)>,
     /// Its payload: JSON text, exactly as enqueued.
-    pub payload: Option<String>,
+    pub payload: String,
     /// The JSON of the value its function returned.
     pub result: Option<String>,
     /// Why it is dead.
@@ -503,6 +517,8 @@ pub struct AttemptInfo {
     pub error: String,
     /// When it ended.
     pub at: Timestamp,
+    /// The worker it ran on.
+    pub worker: Option<String>,
 }
 
 /// How many jobs of a queue are in a state.
@@ -592,4 +608,66 @@ pub enum CancelReply {
     AlreadyFinal(JobState),
     /// There is no such job, or not any more.
     NotFound,
+}
+
+/// Cuts settlements into rounds in which each job occurs once, each in id order.
+pub(crate) fn rounds(settlements: &[Settlement]) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..settlements.len()).collect();
+    order.sort_by_key(|index| settlements[*index].lease.job);
+    let mut rounds: Vec<Vec<usize>> = Vec::new();
+    for index in order {
+        let job = settlements[index].lease.job;
+        let free = rounds.iter_mut().find(|round| {
+            round.last().is_none_or(|last| settlements[*last].lease.job != job)
+        });
+        match free {
+            Some(round) => round.push(index),
+            None => rounds.push(vec![index]),
+        }
+    }
+    rounds
+}
+
+/// Says what became of a settlement that changed no row.
+///
+/// `row` is the job's token, session and cancel request, if it is unfinished; `ended` says that it
+/// is in the history or among the dead under this settlement's token; `crashed` that it was
+/// rescued from this settlement's claim.
+pub(crate) fn judge(
+    settlement: &Settlement,
+    row: Option<(i64, i64, bool)>,
+    ended: bool,
+    crashed: bool,
+) -> Settled {
+    let lease = settlement.lease;
+    match row {
+        Some((token, by, cancel_requested)) if token == lease.token.0 && by == lease.session.0 => {
+            let requeue = matches!(settlement.transition, Transition::Requeue { .. });
+            if cancel_requested && requeue { Settled::CancelRequested } else { Settled::Busy }
+        }
+        // Given back under this token, and not by a rescue: an earlier try of this was written.
+        Some((token, 0, _)) if token == lease.token.0 && !crashed && settlement.doubtful => {
+            Settled::Written
+        }
+        Some(_) => Settled::LeaseLost,
+        None if ended => Settled::Written,
+        // Completed without history by an earlier try whose reply was lost.
+        None if settlement.doubtful && settlement.retention.is_zero() => Settled::Written,
+        None => Settled::LeaseLost,
+    }
+}
+
+/// Tags as they are stored: a JSON array, or nothing.
+pub(crate) fn tags_json(tags: &[String]) -> Option<String> {
+    if tags.is_empty() { None } else { serde_json::to_string(tags).ok() }
+}
+
+/// Tags as they were stored; what cannot be read counts as none.
+pub(crate) fn tags_list(text: Option<String>) -> Vec<String> {
+    text.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
+}
+
+/// Metadata as it was stored; what cannot be read counts as none.
+pub(crate) fn metadata_map(text: Option<String>) -> serde_json::Map<String, serde_json::Value> {
+    text.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or_default()
 }

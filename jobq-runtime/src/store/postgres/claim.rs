@@ -1,0 +1,284 @@
+//! Sessions, heartbeats and claims.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use jobq_core::job::{JobId, Lease, SessionId, Token};
+use jobq_core::lifecycle::{Counters, Limits};
+use jobq_core::time::{Timestamp, micros};
+use sqlx::Row;
+use sqlx::postgres::{PgConnection, PgRow};
+
+use super::{Beat, BeatReply, Claim, Claimed, NewSession, PostgresStore, Schema, Time, sql};
+use crate::store::{ClaimedJob, metadata_map, tags_list};
+
+impl PostgresStore {
+    pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
+        let mut connection = self.own().await?;
+        sqlx::query(self.sql(
+            "insert into jobq.sessions (id, worker, lease, leased_until, kinds, queues)
+             select $1, $2, lease, clock_timestamp() + lease, $4, $5
+             from (select $3 * interval '1 microsecond') as of (lease)",
+        ))
+        .bind(session.id.0)
+        .bind(&session.worker)
+        .bind(micros(session.lease))
+        .bind(&session.kinds)
+        .bind(&session.queues)
+        .execute(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(())
+    }
+
+    pub(super) async fn close_session(&self, session: SessionId) -> sqlx::Result<()> {
+        let mut connection = self.own().await?;
+        // Moved, not deleted: should a job still be held under it, the sweep finds it there.
+        sqlx::query(self.sql(
+            "with gone as (
+                 delete from jobq.sessions where id = $1 returning id, worker, leased_until
+             )
+             insert into jobq.closed_sessions (id, worker, leased_until)
+             select id, worker, leased_until from gone",
+        ))
+        .bind(session.0)
+        .execute(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(())
+    }
+
+    pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
+        let sessions = claim.sessions();
+        let kinds: Vec<&str> = claim.kinds.iter().map(|(kind, _)| kind.as_str()).collect();
+        let kind_sessions: Vec<i64> = claim.kinds.iter().map(|(_, session)| session.0).collect();
+        let queues: Vec<&str> = claim.queues.iter().map(|queue| queue.queue.as_str()).collect();
+        let limits: Vec<i64> = claim.queues.iter().map(|queue| i64::from(queue.limit)).collect();
+        let mut floor_queues = Vec::new();
+        let (mut bands, mut floor_times, mut floor_ids) = (Vec::new(), Vec::new(), Vec::new());
+        for queue in &claim.queues {
+            for (band, floor) in &queue.floors {
+                floor_queues.push(queue.queue.as_str());
+                bands.push(*band);
+                floor_times.push(Time(floor.run_after));
+                floor_ids.push(floor.id);
+            }
+        }
+        let mut connection = self.own().await?;
+        // The sessions are pinned: a sweep that closes one waits until this claim is visible, and
+        // so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
+        // table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
+        // lost: the sweep finds it.
+        let rows = sqlx::query(self.sql(
+            "with live as materialized (
+                 select id from jobq.sessions
+                 where id = any($1) and leased_until > statement_timestamp()
+                 order by id
+                 for key share
+             ),
+             due as materialized (
+                 select found.tid
+                 from unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
+                 cross join lateral (
+                     select job.tid
+                     from unnest($4::text[], $5::int2[], $6::timestamptz[], $7::int8[])
+                          as floor (queue, band, run_after, id)
+                     cross join lateral (
+                         select ctid as tid
+                         from jobq.jobs
+                         where queue = floor.queue
+                           and band = floor.band
+                           and run_after <= statement_timestamp()
+                           and (run_after, id) > (floor.run_after, floor.id)
+                           and leased_by = 0
+                           and kind = any($8)
+                           and (select count(*) from live) = $10
+                         order by run_after, id
+                         limit wanted.jobs
+                         for no key update skip locked
+                     ) as job
+                     where floor.queue = wanted.queue
+                     limit wanted.jobs
+                 ) as found
+             ),
+             taken as (
+                 update jobq.jobs as job
+                 set token = token + 1,
+                     attempt = attempt + 1,
+                     leased_by = ($9::int8[])[array_position($8::text[], job.kind)]
+                 from due
+                 where job.ctid = due.tid
+                 returning job.id, job.token, job.leased_by, job.kind, job.queue, job.band,
+                           job.run_after, job.attempt, job.crashes, job.interruptions,
+                           job.max_attempts, job.max_crashes, job.created_at, job.tags,
+                           job.metadata, job.payload
+             )
+             select statement_timestamp() as now,
+                    (select count(*) from live) = $10 as live,
+                    taken.*
+             from (values (1)) as always (n)
+             left join taken on true
+             order by taken.queue, taken.band desc, taken.run_after, taken.id",
+        ))
+        .bind(&sessions)
+        .bind(queues)
+        .bind(limits)
+        .bind(floor_queues)
+        .bind(bands)
+        .bind(floor_times)
+        .bind(floor_ids)
+        .bind(kinds)
+        .bind(kind_sessions)
+        .bind(sessions.len() as i64)
+        .fetch_all(&mut *connection)
+        .await?;
+        connection.hand_back();
+        let mut claimed =
+            Claimed { now: Timestamp::NEG_INFINITY, sessions_live: false, jobs: Vec::new() };
+        for row in &rows {
+            claimed.now = row.try_get::<Time, _>("now")?.0;
+            claimed.sessions_live = row.try_get("live")?;
+            if row.try_get::<Option<i64>, _>("id")?.is_some() {
+                claimed.jobs.push(claimed_job(row)?);
+            }
+        }
+        Ok(claimed)
+    }
+
+    pub(super) async fn next_due(
+        &self,
+        queues: &[String],
+        kinds: &[String],
+    ) -> sqlx::Result<Option<Duration>> {
+        let bands: Vec<i16> = jobq_core::queue::bands().collect();
+        let mut connection = self.own().await?;
+        let wait: Option<i64> = sqlx::query_scalar(self.sql(
+            "select (extract(epoch from min(job.run_after) - statement_timestamp()) * 1000000)::int8
+             from unnest($1::text[]) as wanted (queue)
+             cross join unnest($2::int2[]) as band (band)
+             cross join lateral (
+                 select run_after
+                 from jobq.jobs
+                 where queue = wanted.queue
+                   and band = band.band
+                   and run_after > statement_timestamp()
+                   and run_after < 'infinity'
+                   and leased_by = 0
+                   and kind = any($3)
+                 order by run_after
+                 limit 1
+             ) as job",
+        ))
+        .bind(queues)
+        .bind(bands)
+        .bind(kinds)
+        .fetch_one(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(wait.map(|wait| Duration::from_micros(wait.max(0).unsigned_abs())))
+    }
+
+    pub(super) async fn isolate(&self, lease: Lease) -> sqlx::Result<bool> {
+        let mut connection = self.own().await?;
+        let done = sqlx::query(self.sql(
+            "update jobq.jobs set isolated = true where id = $1 and token = $2 and leased_by = $3",
+        ))
+        .bind(lease.job.0)
+        .bind(lease.token.0)
+        .bind(lease.session.0)
+        .execute(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(done.rows_affected() == 1)
+    }
+}
+
+fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
+    Ok(ClaimedJob {
+        lease: Lease {
+            job: JobId(row.try_get("id")?),
+            token: Token(row.try_get("token")?),
+            session: SessionId(row.try_get("leased_by")?),
+        },
+        kind: row.try_get("kind")?,
+        queue: row.try_get("queue")?,
+        band: row.try_get("band")?,
+        run_after: row.try_get::<Time, _>("run_after")?.0,
+        counters: counters(row)?,
+        limits: limits(row)?,
+        created_at: row.try_get::<Time, _>("created_at")?.0,
+        tags: tags_list(row.try_get("tags")?),
+        metadata: metadata_map(row.try_get("metadata")?),
+        payload: row.try_get("payload")?,
+    })
+}
+
+pub(super) fn counters(row: &PgRow) -> sqlx::Result<Counters> {
+    Ok(Counters {
+        attempt: row.try_get::<i32, _>("attempt")?.max(0).unsigned_abs(),
+        crashes: u32::from(row.try_get::<i16, _>("crashes")?.max(0).unsigned_abs()),
+        interruptions: row.try_get::<i32, _>("interruptions")?.max(0).unsigned_abs(),
+    })
+}
+
+pub(super) fn limits(row: &PgRow) -> sqlx::Result<Limits> {
+    Ok(Limits {
+        max_attempts: row.try_get::<i32, _>("max_attempts")?.max(0).unsigned_abs(),
+        max_crashes: u32::from(row.try_get::<i16, _>("max_crashes")?.max(0).unsigned_abs()),
+    })
+}
+
+/// Extends a session and reads what became of its jobs.
+///
+/// Extending touches the session's row only, which no user transaction ever locks; the news is
+/// a plain read. So neither waits for a `complete_in` that is still open.
+pub(super) async fn beat(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    beat: &Beat,
+) -> sqlx::Result<BeatReply> {
+    let floors = serde_json::to_string(&beat.floors).unwrap_or_default();
+    let extended = sqlx::query(sql(
+        schema,
+        "update jobq.sessions set leased_until = clock_timestamp() + lease, floors = $2 where id = $1",
+    ))
+    .bind(beat.session)
+    .bind(floors)
+    .execute(&mut *connection)
+    .await?;
+    if extended.rows_affected() == 0 {
+        return Ok(BeatReply::Closed);
+    }
+    if beat.held.is_empty() {
+        return Ok(BeatReply::Extended { lost: Vec::new(), cancel_requested: Vec::new() });
+    }
+    let ids: Vec<i64> = beat.held.iter().map(|(job, _)| job.0).collect();
+    let rows: Vec<(i64, i64, bool)> = sqlx::query_as(sql(
+        schema,
+        "select id, token, cancel_requested from jobq.jobs where id = any($1) and leased_by = $2",
+    ))
+    .bind(ids)
+    .bind(beat.session)
+    .fetch_all(&mut *connection)
+    .await?;
+    Ok(news(beat, rows.into_iter()))
+}
+
+/// Compares the jobs a process believes it holds with the rows it does hold.
+fn news(beat: &Beat, rows: impl Iterator<Item = (i64, i64, bool)>) -> BeatReply {
+    let rows: HashMap<i64, (i64, bool)> =
+        rows.map(|(id, token, cancel_requested)| (id, (token, cancel_requested))).collect();
+    let mut lost = Vec::new();
+    let mut cancel_requested = Vec::new();
+    for (job, token) in &beat.held {
+        match rows.get(&job.0) {
+            Some((held, cancel)) if *held == token.0 => {
+                if *cancel {
+                    cancel_requested.push(*job);
+                }
+            }
+            _ => lost.push(*job),
+        }
+    }
+    BeatReply::Extended { lost, cancel_requested }
+}

@@ -1,0 +1,359 @@
+//! Writing outcomes, fenced.
+//!
+//! Every statement first locks its rows in id order (one lock order for every writer: no
+//! deadlocks) and skips rows that somebody else has locked, so that an operator's open psql
+//! holds up one job and not the batch. Arrays are sorted by id; `width_bucket` is a binary search
+//! in them, so a row finds its values without a join that the planner could get wrong.
+
+use std::collections::HashMap;
+
+use jobq_core::lifecycle::{Counters, Transition, When};
+use jobq_core::outcome::AttemptRecord;
+use jobq_core::time::micros;
+use sqlx::postgres::PgConnection;
+
+use super::{Checkout, Error, PostgresStore, Result, Schema, Settled, Settlement, sql};
+use crate::store::{Completion, rounds};
+
+impl PostgresStore {
+    pub(super) async fn settle(&self, settlements: &[Settlement]) -> sqlx::Result<Vec<Settled>> {
+        let mut connection = self.own().await?;
+        let mut settled = vec![Settled::LeaseLost; settlements.len()];
+        for round in rounds(settlements) {
+            let written = self.write(&mut connection, settlements, &round).await?;
+            let mut rest = Vec::new();
+            for index in round {
+                if written.contains(&settlements[index].lease.job.0) {
+                    settled[index] = Settled::Written;
+                } else {
+                    rest.push(index);
+                }
+            }
+            if !rest.is_empty() {
+                self.second_look(&mut connection, settlements, &rest, &mut settled).await?;
+            }
+        }
+        connection.hand_back();
+        Ok(settled)
+    }
+
+    /// Writes settlements of different jobs, given in id order; returns the ids written.
+    async fn write(
+        &self,
+        connection: &mut Checkout,
+        settlements: &[Settlement],
+        round: &[usize],
+    ) -> sqlx::Result<Vec<i64>> {
+        let mut complete = Rows::default();
+        let mut cancel = Rows::default();
+        let mut requeue = Rows::default();
+        let mut bury = Rows::default();
+        for index in round {
+            let settlement = &settlements[*index];
+            match &settlement.transition {
+                Transition::Complete { result } => {
+                    complete.guard(settlement);
+                    complete.texts.push(result.clone());
+                }
+                Transition::Cancel { reason } => {
+                    cancel.guard(settlement);
+                    cancel.texts.push(reason.clone());
+                }
+                Transition::Requeue { when, counters, record } => {
+                    requeue.guard(settlement);
+                    requeue.count(*counters);
+                    requeue.record(record.as_ref());
+                    requeue.delays.push(match when {
+                        When::Next => None,
+                        When::After(delay) => Some(micros(*delay)),
+                    });
+                }
+                Transition::Bury { reason, counters, record } => {
+                    bury.guard(settlement);
+                    bury.count(*counters);
+                    bury.record(Some(record));
+                    bury.texts.push(Some(reason.as_str().to_owned()));
+                }
+            }
+        }
+        let mut written = Vec::new();
+        if !complete.ids.is_empty() {
+            written.extend(finish(connection, &self.schema, complete, "completed").await?);
+        }
+        if !cancel.ids.is_empty() {
+            written.extend(finish(connection, &self.schema, cancel, "cancelled").await?);
+        }
+        if !requeue.ids.is_empty() {
+            written.extend(self.requeue(connection, requeue).await?);
+        }
+        if !bury.ids.is_empty() {
+            written.extend(self.bury(connection, bury).await?);
+        }
+        Ok(written)
+    }
+
+    async fn requeue(&self, connection: &mut Checkout, rows: Rows) -> sqlx::Result<Vec<i64>> {
+        sqlx::query_scalar(self.sql(
+            "with held as materialized (
+                 select ctid as tid, attempt, width_bucket(id, $1::int8[]) as n
+                 from jobq.jobs
+                 where id = any($1)
+                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+                   and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+                   and not cancel_requested
+                 order by id
+                 for no key update skip locked
+             ),
+             moved as (
+                 update jobq.jobs as job
+                 set leased_by = 0,
+                     isolated = false,
+                     attempt = ($4::int4[])[held.n],
+                     crashes = ($5::int2[])[held.n],
+                     interruptions = ($6::int4[])[held.n],
+                     band = case when ($7::int8[])[held.n] is null then 32767 else priority end,
+                     run_after = clock_timestamp()
+                         + coalesce(($7::int8[])[held.n], 0) * interval '1 microsecond'
+                 from held
+                 where job.ctid = held.tid
+                 returning job.id, job.token, held.attempt, held.n
+             ),
+             recorded as (
+                 insert into jobq.attempts (job_id, token, attempt, reason, error, worker)
+                 select id, token, attempt, ($8::text[])[n], ($9::text[])[n],
+                        (select worker from jobq.sessions where id = ($3::int8[])[n]
+                         union all
+                         select worker from jobq.closed_sessions where id = ($3::int8[])[n]
+                         limit 1)
+                 from moved
+                 where ($8::text[])[n] is not null
+             )
+             select id from moved",
+        ))
+        .bind(rows.ids)
+        .bind(rows.tokens)
+        .bind(rows.sessions)
+        .bind(rows.attempts)
+        .bind(rows.crashes)
+        .bind(rows.interruptions)
+        .bind(rows.delays)
+        .bind(rows.reasons)
+        .bind(rows.errors)
+        .fetch_all(&mut **connection)
+        .await
+    }
+
+    async fn bury(&self, connection: &mut Checkout, rows: Rows) -> sqlx::Result<Vec<i64>> {
+        sqlx::query_scalar(self.sql(
+            "with held as materialized (
+                 select ctid as tid, width_bucket(id, $1::int8[]) as n
+                 from jobq.jobs
+                 where id = any($1)
+                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+                   and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+                 order by id
+                 for update skip locked
+             ),
+             gone as (
+                 delete from jobq.jobs as job using held where job.ctid = held.tid
+                 returning job.*, held.n
+             ),
+             recorded as (
+                 insert into jobq.attempts (job_id, token, attempt, reason, error, worker)
+                 select id, token, attempt, ($8::text[])[n], ($9::text[])[n],
+                        (select worker from jobq.sessions where id = ($3::int8[])[n]
+                         union all
+                         select worker from jobq.closed_sessions where id = ($3::int8[])[n]
+                         limit 1)
+                 from gone
+             ),
+             kept as (
+                 insert into jobq.dead (
+                     id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
+                     max_crashes, priority, queue, kind, error, tags, metadata, payload
+                 )
+                 select id, token, ($7::text[])[n], created_at, ($4::int4[])[n], max_attempts,
+                        ($6::int4[])[n], ($5::int2[])[n], max_crashes, priority, queue, kind,
+                        ($9::text[])[n], tags, metadata, payload
+                 from gone
+             )
+             select id from gone",
+        ))
+        .bind(rows.ids)
+        .bind(rows.tokens)
+        .bind(rows.sessions)
+        .bind(rows.attempts)
+        .bind(rows.crashes)
+        .bind(rows.interruptions)
+        .bind(rows.texts)
+        .bind(rows.reasons)
+        .bind(rows.errors)
+        .fetch_all(&mut **connection)
+        .await
+    }
+
+    /// Tells apart why settlements changed no row.
+    async fn second_look(
+        &self,
+        connection: &mut Checkout,
+        settlements: &[Settlement],
+        rest: &[usize],
+        settled: &mut [Settled],
+    ) -> sqlx::Result<()> {
+        let ids: Vec<i64> = rest.iter().map(|index| settlements[*index].lease.job.0).collect();
+        let rows: Vec<(i64, i64, i64, bool)> = sqlx::query_as(self.sql(
+            "select id, token, leased_by, cancel_requested from jobq.jobs where id = any($1)",
+        ))
+        .bind(&ids)
+        .fetch_all(&mut **connection)
+        .await?;
+        let rows: HashMap<i64, (i64, i64, bool)> =
+            rows.into_iter().map(|(id, token, by, cancel)| (id, (token, by, cancel))).collect();
+        let ended: HashMap<i64, i64> = sqlx::query_as::<_, (i64, i64)>(self.sql(
+            "select id, token from jobq.finished where id = any($1)
+             union all
+             select id, token from jobq.dead where id = any($1)",
+        ))
+        .bind(&ids)
+        .fetch_all(&mut **connection)
+        .await?
+        .into_iter()
+        .collect();
+        let crashed: Vec<(i64, i64)> = sqlx::query_as(self.sql(
+            "select job_id, token from jobq.attempts where job_id = any($1) and reason = 'crashed'",
+        ))
+        .bind(&ids)
+        .fetch_all(&mut **connection)
+        .await?;
+        for index in rest {
+            let settlement = &settlements[*index];
+            let key = (settlement.lease.job.0, settlement.lease.token.0);
+            settled[*index] = crate::store::judge(
+                settlement,
+                rows.get(&key.0).copied(),
+                ended.get(&key.0) == Some(&key.1),
+                crashed.contains(&key),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Completes a job in its handler's transaction; false when the lease was lost.
+pub(crate) async fn complete_on(
+    connection: &mut PgConnection,
+    completion: Completion,
+    schema: &Schema,
+) -> Result<bool> {
+    let rows = Rows {
+        ids: vec![completion.lease.job.0],
+        tokens: vec![completion.lease.token.0],
+        sessions: vec![completion.lease.session.0],
+        retentions: vec![micros(completion.retention)],
+        texts: vec![None],
+        ..Rows::default()
+    };
+    let written = finish(connection, schema, rows, "completed").await;
+    match written {
+        Ok(ids) => Ok(!ids.is_empty()),
+        Err(source) => match &source {
+            // At REPEATABLE READ and above: somebody else took the job after our snapshot.
+            sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
+                Err(Error::Serialization(source))
+            }
+            _ => Err(Error::Database { action: "complete a job in your transaction", source }),
+        },
+    }
+}
+
+/// Moves jobs to the history.
+async fn finish(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    rows: Rows,
+    state: &'static str,
+) -> sqlx::Result<Vec<i64>> {
+    sqlx::query_scalar(sql(
+        schema,
+        "with held as materialized (
+             select ctid as tid, width_bucket(id, $1::int8[]) as n
+             from jobq.jobs
+             where id = any($1)
+               and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+               and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+             order by id
+             for update skip locked
+         ),
+         gone as (
+             delete from jobq.jobs as job using held where job.ctid = held.tid
+             returning job.*, held.n
+         ),
+         kept as (
+             insert into jobq.finished (
+                 id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
+                 crashes, max_crashes, priority, queue, kind, reason, result, tags, metadata, payload
+             )
+             select id, token, $6, created_at,
+                    clock_timestamp() + ($4::int8[])[n] * interval '1 microsecond',
+                    attempt, max_attempts, interruptions, crashes, max_crashes, priority, queue, kind,
+                    case when $6 = 'cancelled' then ($5::text[])[n] end,
+                    case when $6 = 'completed' then ($5::text[])[n] end,
+                    tags, metadata, payload
+             from gone
+             where ($4::int8[])[n] > 0
+         ),
+         forgotten as (
+             delete from jobq.attempts
+             where job_id = any (array (
+                 select id from gone
+                 where ($4::int8[])[n] = 0 and (attempt > 1 or crashes > 0 or interruptions > 0)
+             ))
+         )
+         select id from gone",
+    ))
+    .bind(rows.ids)
+    .bind(rows.tokens)
+    .bind(rows.sessions)
+    .bind(rows.retentions)
+    .bind(rows.texts)
+    .bind(state)
+    .fetch_all(connection)
+    .await
+}
+
+/// Settlements of one kind as the arrays that a statement binds; the ids ascend.
+#[derive(Default)]
+struct Rows {
+    ids: Vec<i64>,
+    tokens: Vec<i64>,
+    sessions: Vec<i64>,
+    retentions: Vec<i64>,
+    attempts: Vec<i32>,
+    crashes: Vec<i16>,
+    interruptions: Vec<i32>,
+    delays: Vec<Option<i64>>,
+    reasons: Vec<Option<&'static str>>,
+    errors: Vec<Option<String>>,
+    texts: Vec<Option<String>>,
+}
+
+impl Rows {
+    fn guard(&mut self, settlement: &Settlement) {
+        self.ids.push(settlement.lease.job.0);
+        self.tokens.push(settlement.lease.token.0);
+        self.sessions.push(settlement.lease.session.0);
+        // An interval of more than a few hundred thousand years overflows a timestamp.
+        self.retentions.push(micros(settlement.retention.min(jobq_core::duration::MAX)));
+    }
+
+    fn count(&mut self, counters: Counters) {
+        self.attempts.push(i32::try_from(counters.attempt).unwrap_or(i32::MAX));
+        self.crashes.push(i16::try_from(counters.crashes).unwrap_or(i16::MAX));
+        self.interruptions.push(i32::try_from(counters.interruptions).unwrap_or(i32::MAX));
+    }
+
+    fn record(&mut self, record: Option<&AttemptRecord>) {
+        self.reasons.push(record.map(|record| record.reason.as_str()));
+        self.errors.push(record.map(|record| record.error.clone()));
+    }
+}

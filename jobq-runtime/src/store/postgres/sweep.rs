@@ -1,0 +1,315 @@
+//! What the sweep does: duties, expired sessions, late jobs, pruning.
+
+use std::time::Duration;
+
+use jobq_core::job::{JobId, Lease, SessionId, Token};
+use jobq_core::time::micros;
+use sqlx::Row;
+
+use super::claim::{counters, limits};
+use super::{Floor, HeldJob, Horizon, LiveSession, PostgresStore, Shift, Time, UnleasedJob};
+
+impl PostgresStore {
+    pub(super) async fn take_duty(
+        &self,
+        name: &'static str,
+        holder: SessionId,
+        span: Duration,
+    ) -> sqlx::Result<Option<String>> {
+        let mut connection = self.own().await?;
+        let notes = sqlx::query_scalar(self.sql(
+            "insert into jobq.duties as duty (name, held_by, held_until)
+             values ($1, $2, clock_timestamp() + $3 * interval '1 microsecond')
+             on conflict (name) do update
+             set held_by = excluded.held_by, held_until = excluded.held_until
+             where duty.held_by = excluded.held_by or duty.held_until < statement_timestamp()
+             returning notes",
+        ))
+        .bind(name)
+        .bind(holder.0)
+        .bind(micros(span))
+        .fetch_optional(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(notes)
+    }
+
+    pub(super) async fn duty_notes(&self, name: &'static str) -> sqlx::Result<String> {
+        let mut connection = self.own().await?;
+        let notes: Option<String> =
+            sqlx::query_scalar(self.sql("select notes from jobq.duties where name = $1"))
+                .bind(name)
+                .fetch_optional(&mut *connection)
+                .await?;
+        connection.hand_back();
+        Ok(notes.unwrap_or_default())
+    }
+
+    pub(super) async fn note_duty(
+        &self,
+        name: &'static str,
+        holder: SessionId,
+        notes: &str,
+    ) -> sqlx::Result<()> {
+        let mut connection = self.own().await?;
+        sqlx::query(
+            self.sql("update jobq.duties set notes = $3 where name = $1 and held_by = $2"),
+        )
+        .bind(name)
+        .bind(holder.0)
+        .bind(notes)
+        .execute(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(())
+    }
+
+    pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
+        let mut connection = self.own().await?;
+        // The delete waits for claims that pinned the session; a heartbeat that comes too late finds
+        // no row. The jobs are looked for in a later statement, which sees those claims.
+        sqlx::query(self.sql(
+            "with gone as (
+                 delete from jobq.sessions
+                 where leased_until < statement_timestamp()
+                 returning id, worker, leased_until
+             )
+             insert into jobq.closed_sessions (id, worker, leased_until)
+             select id, worker, leased_until from gone",
+        ))
+        .execute(&mut *connection)
+        .await?;
+        let closed: Vec<i64> =
+            sqlx::query_scalar(self.sql("select id from jobq.closed_sessions order by id"))
+                .fetch_all(&mut *connection)
+                .await?;
+        connection.hand_back();
+        Ok(closed.into_iter().map(SessionId).collect())
+    }
+
+    pub(super) async fn abandoned(
+        &self,
+        closed: &[SessionId],
+        orphans: bool,
+        limit: u32,
+    ) -> sqlx::Result<Vec<HeldJob>> {
+        let closed: Vec<i64> = closed.iter().map(|session| session.0).collect();
+        let mut connection = self.own().await?;
+        let rows = sqlx::query(self.sql(
+            "select id, token, leased_by, attempt, crashes, interruptions, max_attempts, max_crashes,
+                    isolated, cancel_requested
+             from jobq.jobs as job
+             where leased_by <> 0
+               and (
+                   leased_by = any($1)
+                   or ($2
+                       and not exists (select from jobq.sessions where id = job.leased_by)
+                       and not exists (select from jobq.closed_sessions where id = job.leased_by))
+               )
+             limit $3",
+        ))
+        .bind(closed)
+        .bind(orphans)
+        .bind(i64::from(limit))
+        .fetch_all(&mut *connection)
+        .await?;
+        connection.hand_back();
+        rows.iter()
+            .map(|row| {
+                Ok(HeldJob {
+                    lease: Lease {
+                        job: JobId(row.try_get("id")?),
+                        token: Token(row.try_get("token")?),
+                        session: SessionId(row.try_get("leased_by")?),
+                    },
+                    counters: counters(row)?,
+                    limits: limits(row)?,
+                    isolated: row.try_get("isolated")?,
+                    cancel_requested: row.try_get("cancel_requested")?,
+                })
+            })
+            .collect()
+    }
+
+    pub(super) async fn forget_sessions(&self, closed: &[SessionId]) -> sqlx::Result<()> {
+        let closed: Vec<i64> = closed.iter().map(|session| session.0).collect();
+        let mut connection = self.own().await?;
+        sqlx::query(self.sql("delete from jobq.closed_sessions where id = any($1)"))
+            .bind(closed)
+            .execute(&mut *connection)
+            .await?;
+        connection.hand_back();
+        Ok(())
+    }
+
+    pub(super) async fn live_sessions(&self) -> sqlx::Result<Vec<LiveSession>> {
+        let mut connection = self.own().await?;
+        let rows: Vec<(Vec<String>, Vec<String>, String)> = sqlx::query_as(self.sql(
+            "select kinds, queues, floors from jobq.sessions
+             where leased_until >= statement_timestamp()",
+        ))
+        .fetch_all(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(rows
+            .into_iter()
+            .map(|(kinds, queues, floors)| LiveSession {
+                kinds,
+                queues,
+                floors: serde_json::from_str(&floors).unwrap_or_default(),
+            })
+            .collect())
+    }
+
+    pub(super) async fn horizon(&self) -> sqlx::Result<Horizon> {
+        let mut connection = self.own().await?;
+        let (now, oldest_running, newest): (Time, i64, i64) = sqlx::query_as(
+            "select statement_timestamp(),
+                    pg_snapshot_xmin(pg_current_snapshot())::text::int8,
+                    pg_snapshot_xmax(pg_current_snapshot())::text::int8",
+        )
+        .fetch_one(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(Horizon { now: now.0, oldest_running, newest })
+    }
+
+    pub(super) async fn unleased(
+        &self,
+        queue: &str,
+        band: i16,
+        from: Floor,
+        to: Floor,
+        limit: u32,
+    ) -> sqlx::Result<Vec<UnleasedJob>> {
+        let mut connection = self.own().await?;
+        let rows: Vec<(i64, i64, String, Time)> = sqlx::query_as(self.sql(
+            "select id, token, kind, run_after
+             from jobq.jobs
+             where queue = $1
+               and band = $2
+               and (run_after, id) > ($3, $4)
+               and (run_after, id) <= ($5, $6)
+               and run_after <= statement_timestamp()
+               and leased_by = 0
+             order by run_after, id
+             limit $7",
+        ))
+        .bind(queue)
+        .bind(band)
+        .bind(Time(from.run_after))
+        .bind(from.id)
+        .bind(Time(to.run_after))
+        .bind(to.id)
+        .bind(i64::from(limit))
+        .fetch_all(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(rows
+            .into_iter()
+            .map(|(id, token, kind, run_after)| UnleasedJob {
+                id: JobId(id),
+                token: Token(token),
+                kind,
+                run_after: run_after.0,
+            })
+            .collect())
+    }
+
+    pub(super) async fn shift(&self, jobs: &[UnleasedJob], shift: Shift) -> sqlx::Result<u64> {
+        let mut sorted: Vec<(i64, i64)> = jobs.iter().map(|job| (job.id.0, job.token.0)).collect();
+        sorted.sort_unstable();
+        let (ids, tokens): (Vec<i64>, Vec<i64>) = sorted.into_iter().unzip();
+        let mut connection = self.own().await?;
+        let done = sqlx::query(self.sql(
+            "with held as materialized (
+                 select ctid as tid
+                 from jobq.jobs
+                 where id = any($1)
+                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+                   and leased_by = 0
+                   and run_after <= statement_timestamp()
+                 order by id
+                 for no key update skip locked
+             )
+             update jobq.jobs as job
+             set band = case when $3 then priority else 32767 end,
+                 run_after = case when $3 then 'infinity' else clock_timestamp() end,
+                 wait_reason = case when $3 then 'kind' end
+             from held
+             where job.ctid = held.tid",
+        ))
+        .bind(ids)
+        .bind(tokens)
+        .bind(shift == Shift::Park)
+        .execute(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(done.rows_affected())
+    }
+
+    pub(super) async fn unpark(
+        &self,
+        queues: &[String],
+        kinds: &[String],
+        limit: u32,
+    ) -> sqlx::Result<u64> {
+        let mut connection = self.own().await?;
+        let done = sqlx::query(self.sql(
+            "with held as materialized (
+                 select ctid as tid
+                 from jobq.jobs
+                 where queue = any($1)
+                   and band between -4 and 4
+                   and run_after = 'infinity'
+                   and wait_reason = 'kind'
+                   and leased_by = 0
+                   and kind = any($2)
+                 order by id
+                 limit $3
+                 for no key update skip locked
+             )
+             update jobq.jobs as job
+             set band = priority, run_after = clock_timestamp(), wait_reason = null
+             from held
+             where job.ctid = held.tid",
+        ))
+        .bind(queues)
+        .bind(kinds)
+        .bind(i64::from(limit))
+        .execute(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(done.rows_affected())
+    }
+
+    pub(super) async fn prune(&self, limit: u32) -> sqlx::Result<u64> {
+        let mut connection = self.own().await?;
+        let pruned: i64 = sqlx::query_scalar(self.sql(
+            "with expired as materialized (
+                 select ctid as tid
+                 from jobq.finished
+                 where expires_at <= statement_timestamp()
+                 order by expires_at
+                 limit $1
+                 for update skip locked
+             ),
+             gone as (
+                 delete from jobq.finished as job using expired where job.ctid = expired.tid
+                 returning job.id, job.attempt, job.crashes, job.interruptions
+             ),
+             forgotten as (
+                 delete from jobq.attempts
+                 where job_id = any (array (
+                     select id from gone where attempt > 1 or crashes > 0 or interruptions > 0
+                 ))
+             )
+             select count(*) from gone",
+        ))
+        .bind(i64::from(limit))
+        .fetch_one(&mut *connection)
+        .await?;
+        connection.hand_back();
+        Ok(pruned.unsigned_abs())
+    }
+}
