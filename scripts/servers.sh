@@ -180,10 +180,13 @@ serving() {
 
 # A server that somebody else runs. Only psql, if there is one, can ask it for its version.
 serving_elsewhere() {
-    local name=$1 url=$2 version
-    version=$(PGCONNECT_TIMEOUT=5 psql -XAtwq -c 'show server_version' "$url" 2>/dev/null </dev/null) ||
-        version="of unknown version"
-    serving "$name ${version%% (*} (was already running)" "$(hide_password "$url")"
+    local name=$1 url=$2 answer
+    if answer=$(PGCONNECT_TIMEOUT=5 psql -XAtwq -c 'show server_version' "$url" 2>&1 </dev/null); then
+        name="$name ${answer%% *}"
+    else
+        say "the version of $name at $(hide_password "$url") is not known: ${answer##*: }"
+    fi
+    serving "$name (was already running)" "$(hide_password "$url")"
 }
 
 hide_password() { sed -E 's#^([a-z]+://[^:/@]*):[^@]*@#\1:***@#' <<<"$1"; }

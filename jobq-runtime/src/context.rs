@@ -22,7 +22,7 @@ pub struct JobContext(Arc<Inner>);
 struct Inner {
     facts: Facts,
     cancelled: CancellationToken,
-    completed_in: AtomicBool,
+    completed_in: Arc<AtomicBool>,
 }
 
 /// What is known about an attempt when it starts.
@@ -42,8 +42,12 @@ pub(crate) struct Facts {
 }
 
 impl JobContext {
-    pub(crate) fn new(facts: Facts, cancelled: CancellationToken) -> Self {
-        Self(Arc::new(Inner { facts, cancelled, completed_in: AtomicBool::new(false) }))
+    pub(crate) fn new(
+        facts: Facts,
+        cancelled: CancellationToken,
+        completed_in: Arc<AtomicBool>,
+    ) -> Self {
+        Self(Arc::new(Inner { facts, cancelled, completed_in }))
     }
 
     /// A context for calling a job function directly, as in a unit test.
@@ -72,7 +76,7 @@ impl JobContext {
             retention: Duration::ZERO,
             schema: None,
         };
-        Self::new(facts, CancellationToken::new())
+        Self::new(facts, CancellationToken::new(), Arc::default())
     }
 
     /// The job's id.

@@ -1,9 +1,11 @@
 //! Writing new jobs: through a client, a pool, a connection, or the caller's own transaction.
 
 use jobq_core::job::JobId;
+use jobq_core::payload::DEFAULT_LIMIT;
 
 use crate::error::Result;
-use crate::job::NewJob;
+use crate::job::{CheckedJob, NewJob};
+use crate::store::Schema;
 
 /// A job that was written.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -24,10 +26,28 @@ pub struct Enqueued {
     note = "pass `&client`, `&pool`, or your own open transaction as `&mut tx`; its database's \
             feature of jobq (`postgres`, `sqlite`) must be on"
 )]
-pub trait EnqueueTarget: sealed::Sealed + Send {
-    /// Writes the jobs, all or none, and returns them in the order given.
+pub trait EnqueueTarget: sealed::Sealed + Send + Sized {
+    /// Where the tables are, and how large a payload may be.
     #[doc(hidden)]
-    fn insert(self, jobs: Vec<NewJob>) -> impl Future<Output = Result<Vec<Enqueued>>> + Send;
+    fn settings(&self) -> (Schema, usize) {
+        (Schema::default(), DEFAULT_LIMIT)
+    }
+
+    /// Writes jobs that were checked, all or none, and returns their ids in the order given.
+    #[doc(hidden)]
+    fn write(
+        self,
+        jobs: Vec<CheckedJob>,
+        schema: Schema,
+    ) -> impl Future<Output = Result<Vec<JobId>>> + Send;
+}
+
+/// Checks and writes jobs; the one road for every target.
+pub(crate) async fn enqueue(target: impl EnqueueTarget, jobs: Vec<NewJob>) -> Result<Vec<Enqueued>> {
+    let (schema, limit) = target.settings();
+    let jobs = jobs.into_iter().map(|job| job.check(limit)).collect::<Result<Vec<_>>>()?;
+    let ids = target.write(jobs, schema).await?;
+    Ok(ids.into_iter().map(|id| Enqueued { id }).collect())
 }
 
 pub(crate) mod sealed {
@@ -52,5 +72,5 @@ pub async fn enqueue_many(
     target: impl EnqueueTarget,
     jobs: impl IntoIterator<Item = NewJob>,
 ) -> Result<Vec<Enqueued>> {
-    target.insert(jobs.into_iter().collect()).await
+    enqueue(target, jobs.into_iter().collect()).await
 }

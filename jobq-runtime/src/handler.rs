@@ -125,7 +125,7 @@ pub struct Need {
 
 /// What the application gave the runtime with `.state(value)`, one value per type.
 #[derive(Default)]
-pub struct States(HashMap<TypeId, Box<dyn Any + Send + Sync>>);
+pub(crate) struct States(HashMap<TypeId, Box<dyn Any + Send + Sync>>);
 
 impl States {
     #[cfg_attr(not(feature = "runtime"), allow(dead_code))]
@@ -191,6 +191,68 @@ fn failure(error: &(dyn StdError + 'static)) -> Outcome {
         cause = error.source();
     }
     Outcome::Failed { reason: AttemptReason::Failed, error: error_chain(error), retry_after: None }
+}
+
+/// A parameter that is part of a job's payload.
+#[doc(hidden)]
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is neither a payload (`Serialize + DeserializeOwned`) nor injectable; \
+               did you mean `State<{Self}>`?",
+    label = "cannot be stored with the job",
+    note = "for a payload, derive `serde::Serialize` and `serde::Deserialize` on it; for something \
+            of the application, write `State(name): State<{Self}>` and give it to the runtime with \
+            `.state(value)`"
+)]
+pub trait PayloadField: Serialize + DeserializeOwned {}
+
+#[diagnostic::do_not_recommend]
+impl<T: Serialize + DeserializeOwned> PayloadField for T {}
+
+/// The type of parameter `N` of a job function, which is part of the payload.
+///
+/// `#[job]` implements this, and the three traits after it, for each type in a signature, so that
+/// a type that does not fit is one error, at the type. What the macro makes besides asks for these
+/// traits, never for what they promise of the type, and so repeats no error. `K` is a private type
+/// beside the function: it keeps the function's private types out of a public interface.
+#[doc(hidden)]
+pub trait Param<K, const N: usize> {
+    type Type: PayloadField;
+}
+
+/// As [`Param`], for a parameter with `#[serde(default)]`.
+#[doc(hidden)]
+pub trait DefaultParam<K, const N: usize> {
+    type Type: PayloadField + Default;
+}
+
+/// The type of parameter `N` of a job function, which the runtime injects.
+#[doc(hidden)]
+pub trait Injected<K, const N: usize> {
+    type Type: Inject;
+}
+
+/// What a job function returns.
+#[doc(hidden)]
+pub trait Returned<K> {
+    type Type: IntoOutcome;
+}
+
+/// Takes the value of the injected parameter `N` of `J`.
+#[doc(hidden)]
+pub fn inject<J: Injected<K, N>, K, const N: usize>(call: &Call) -> J::Type {
+    Inject::inject(call)
+}
+
+/// What the injected parameter `N` of `J` needs.
+#[doc(hidden)]
+pub fn need<J: Injected<K, N>, K, const N: usize>() -> Option<Need> {
+    <J::Type as Inject>::need()
+}
+
+/// Turns what `J` returned into an outcome.
+#[doc(hidden)]
+pub fn outcome<J: Returned<K>, K>(returned: J::Type) -> Outcome {
+    returned.into_outcome()
 }
 
 /// An error that tells the runtime what to do with the job, instead of retrying with backoff.

@@ -78,6 +78,7 @@ impl JobOptions {
     ///
     /// Panics with the reason, which makes it a compile error in a `const`.
     #[must_use]
+    #[track_caller]
     pub const fn checked(self) -> Self {
         assert!(
             self.lease.as_millis() >= Self::MIN_LEASE.as_millis(),
@@ -235,7 +236,7 @@ impl NewJob {
     ///
     /// If the future is dropped the job is either written whole or not at all.
     pub async fn enqueue(self, target: impl EnqueueTarget) -> Result<Enqueued> {
-        let mut enqueued = target.insert(vec![self]).await?;
+        let mut enqueued = crate::enqueue::enqueue(target, vec![self]).await?;
         Ok(enqueued.pop().expect("one job in, one out"))
     }
 

@@ -4,14 +4,34 @@
 //! Everything that waits is here; what decides is in `jobq-core`; SQL exists only in the store
 //! modules.
 
+#[cfg(feature = "runtime")]
+mod attempt;
+#[cfg(feature = "runtime")]
+mod claimer;
+mod client;
 mod context;
 mod enqueue;
 mod error;
+#[cfg(feature = "runtime")]
+mod floors;
 mod handler;
+#[cfg(feature = "runtime")]
+mod heartbeat;
 mod job;
+#[cfg(feature = "runtime")]
+mod registry;
+#[cfg(feature = "runtime")]
+mod runtime;
+#[cfg(feature = "runtime")]
+mod settler;
 mod store;
+#[cfg(feature = "runtime")]
+mod sweep;
 mod wake;
+#[cfg(feature = "runtime")]
+mod worker;
 
+pub use client::{Client, ClientOptions, Within};
 pub use context::{CompleteTarget, JobContext};
 pub use enqueue::{EnqueueTarget, Enqueued, enqueue_many};
 pub use error::{Error, Result, StartProblem};
@@ -19,6 +39,10 @@ pub use handler::{
     BoxError, Control, Inject, IntoOutcome, State, cancel, discard, retry_after, snooze,
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
+#[cfg(feature = "runtime")]
+pub use runtime::{
+    DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime,
+};
 pub use store::{
     AttemptInfo, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup, QueueCount, Schema,
 };
@@ -31,7 +55,10 @@ pub mod __private {
     pub use jobq_core::retry::Backoff;
     pub use serde;
 
-    pub use crate::handler::{BoxFuture, Call, Handler, Need};
+    pub use crate::handler::{
+        BoxFuture, Call, DefaultParam, Handler, Injected, Need, Param, PayloadField, Returned,
+        inject, need, outcome,
+    };
     pub use crate::__register as register;
     #[cfg(feature = "runtime")]
     pub use inventory;
@@ -62,4 +89,19 @@ macro_rules! __register {
 #[macro_export]
 macro_rules! __register {
     ($job:ty) => {};
+}
+
+/// A list of jobs, to be registered by hand: `runtime.jobs(jobq::jobs![resize, thumbnail])`.
+///
+/// Its type is `&'static [&'static JobDef]`, so that a module can export its jobs:
+///
+/// ```
+/// # use jobq_runtime as jobq;
+/// pub const JOBS: &[&jobq::JobDef] = jobq::jobs![];
+/// ```
+#[macro_export]
+macro_rules! jobs {
+    ($($job:path),* $(,)?) => {
+        const { &[$(<$job as $crate::Job>::DEF),*] }
+    };
 }

@@ -398,8 +398,10 @@ pub(crate) struct Settlement {
 /// What became of a settlement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Settled {
-    /// It is written (perhaps by an earlier try whose reply was lost).
+    /// It is written.
     Written,
+    /// It was written before, by an earlier try whose reply was lost or by the handler itself.
+    Found,
     /// The lease was lost: nothing was written, and nothing may be.
     LeaseLost,
     /// Somebody else has the row locked; the job is still ours: try again.
@@ -647,12 +649,12 @@ pub(crate) fn judge(
         }
         // Given back under this token, and not by a rescue: an earlier try of this was written.
         Some((token, 0, _)) if token == lease.token.0 && !crashed && settlement.doubtful => {
-            Settled::Written
+            Settled::Found
         }
         Some(_) => Settled::LeaseLost,
-        None if ended => Settled::Written,
-        // Completed without history by an earlier try whose reply was lost.
-        None if settlement.doubtful && settlement.retention.is_zero() => Settled::Written,
+        None if ended => Settled::Found,
+        // Completed without history, by an earlier try whose reply was lost or by the handler.
+        None if settlement.doubtful && settlement.retention.is_zero() => Settled::Found,
         None => Settled::LeaseLost,
     }
 }

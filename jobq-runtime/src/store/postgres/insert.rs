@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use jobq_core::job::JobId;
-use jobq_core::payload::DEFAULT_LIMIT;
 use jobq_core::time::micros;
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, Postgres};
@@ -12,8 +11,8 @@ use sqlx::{Executor, Transaction};
 use super::{Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql};
 use crate::context::CompleteTarget;
 use crate::enqueue::sealed::Sealed;
-use crate::enqueue::{EnqueueTarget, Enqueued};
-use crate::job::{CheckedDue, CheckedJob, NewJob};
+use crate::enqueue::EnqueueTarget;
+use crate::job::{CheckedDue, CheckedJob};
 use crate::store::Completion;
 use crate::wake;
 
@@ -26,10 +25,7 @@ const TRIES: u32 = 5;
 
 impl PostgresStore {
     pub(super) async fn insert(&self, jobs: Vec<CheckedJob>) -> Result<Vec<JobId>> {
-        let (pool, schema) = (self.pool.clone(), self.schema.clone());
-        // A task of its own: when the caller drops its future, the insert still ends whole.
-        let insert = tokio::spawn(async move { insert_owned(&pool, &schema, &jobs).await });
-        insert.await.expect("the insert does not panic")
+        (&self.pool).write(jobs, self.schema.clone()).await
     }
 }
 
@@ -98,7 +94,7 @@ async fn write(
 }
 
 /// Writes jobs on the caller's connection, in whatever transaction it has open.
-pub(crate) async fn insert_on(
+async fn insert_on(
     connection: &mut PgConnection,
     schema: &Schema,
     jobs: &[CheckedJob],
@@ -236,24 +232,13 @@ macro_rules! insert_statement {
 const INSERT: &str = insert_statement!("", "", "");
 const INSERT_WITH_IDS: &str = insert_statement!("id, ", "job.id, ", "overriding system value");
 
-/// Checks and writes jobs on the caller's connection.
-async fn insert_new(connection: &mut PgConnection, jobs: Vec<NewJob>) -> Result<Vec<Enqueued>> {
-    let schema = Schema::default();
-    let jobs = jobs.into_iter().map(|job| job.check(DEFAULT_LIMIT)).collect::<Result<Vec<_>>>()?;
-    let ids = insert_on(connection, &schema, &jobs).await?;
-    Ok(ids.into_iter().map(|id| Enqueued { id }).collect())
-}
-
 impl Sealed for &PgPool {}
 impl EnqueueTarget for &PgPool {
-    async fn insert(self, jobs: Vec<NewJob>) -> Result<Vec<Enqueued>> {
-        let jobs =
-            jobs.into_iter().map(|job| job.check(DEFAULT_LIMIT)).collect::<Result<Vec<_>>>()?;
+    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
         let pool = self.clone();
-        let insert =
-            tokio::spawn(async move { insert_owned(&pool, &Schema::default(), &jobs).await });
-        let ids = insert.await.expect("the insert does not panic")?;
-        Ok(ids.into_iter().map(|id| Enqueued { id }).collect())
+        // A task of its own: when the caller drops its future, the insert still ends whole.
+        let insert = tokio::spawn(async move { insert_owned(&pool, &schema, &jobs).await });
+        insert.await.expect("the insert does not panic")
     }
 }
 
@@ -262,8 +247,8 @@ macro_rules! targets {
         $(
             impl Sealed for $target {}
             impl EnqueueTarget for $target {
-                async fn insert(self, jobs: Vec<NewJob>) -> Result<Vec<Enqueued>> {
-                    insert_new(&mut *self, jobs).await
+                async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+                    insert_on(&mut *self, &schema, &jobs).await
                 }
             }
             impl CompleteTarget for $target {

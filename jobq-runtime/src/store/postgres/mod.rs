@@ -37,8 +37,7 @@ use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
 use crate::store::Floor;
 
-pub(crate) use insert::insert_on;
-pub(crate) use settle::complete_on;
+use settle::complete_on;
 
 /// The longest the runtime waits for one operation; the server gives up a little earlier.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -153,7 +152,7 @@ async fn within<T>(
 
 /// [`Timestamp`] as `timestamptz`: microseconds since 2000-01-01, infinities at the ends.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Time(pub(crate) Timestamp);
+struct Time(Timestamp);
 
 /// 2000-01-01 in microseconds since 1970-01-01.
 const POSTGRES_EPOCH: i64 = 946_684_800_000_000;

@@ -240,7 +240,7 @@ impl PostgresStore {
 }
 
 /// Completes a job in its handler's transaction; false when the lease was lost.
-pub(crate) async fn complete_on(
+pub(super) async fn complete_on(
     connection: &mut PgConnection,
     completion: Completion,
     schema: &Schema,

@@ -1,0 +1,669 @@
+//! Reads the options of `#[job(...)]`.
+//!
+//! Each option is read whether or not the ones before it could be, so that every mistake is
+//! reported at once. Durations and names go through the parsers of `jobq-core`, and numbers are
+//! held to the limits of `JobOptions::checked` in the same words: a value is refused alike as a
+//! literal here, as a `const` by the compiler, and at run time.
+
+use std::time::Duration;
+
+use jobq_core::retry::Backoff;
+use jobq_core::{duration, queue};
+use proc_macro2::{Span, TokenStream, TokenTree};
+use quote::ToTokens;
+use syn::ext::IdentExt;
+use syn::parse::discouraged::Speculative;
+use syn::parse::{ParseStream, Parser};
+use syn::spanned::Spanned;
+use syn::{Expr, ExprLit, ExprUnary, Ident, Lit, LitStr, Path, Token, UnOp};
+
+/// Everything that is wrong with one job function.
+#[derive(Default)]
+pub(crate) struct Problems(Option<syn::Error>);
+
+impl Problems {
+    pub(crate) fn at(&mut self, place: impl ToTokens, words: impl std::fmt::Display) {
+        self.add(syn::Error::new_spanned(place, words));
+    }
+
+    pub(crate) fn add(&mut self, error: syn::Error) {
+        match &mut self.0 {
+            Some(errors) => errors.combine(error),
+            none => *none = Some(error),
+        }
+    }
+
+    /// One `compile_error!` for each; `None` when nothing is wrong.
+    pub(crate) fn into_compile_errors(self) -> Option<TokenStream> {
+        self.0.map(syn::Error::into_compile_error)
+    }
+}
+
+/// What was given in `#[job(...)]`; `None` is the default.
+pub(crate) struct Options {
+    pub(crate) queue: Option<LitStr>,
+    pub(crate) name: Option<LitStr>,
+    pub(crate) aliases: Vec<LitStr>,
+    pub(crate) lease: Option<Value<Duration>>,
+    pub(crate) timeout: Option<Value<Duration>>,
+    pub(crate) max_attempts: Option<Value<u32>>,
+    pub(crate) max_crashes: Option<Value<u32>>,
+    pub(crate) priority: Option<Value<i16>>,
+    pub(crate) backoff: Option<BackoffOptions>,
+    pub(crate) retention: Option<Value<Duration>>,
+    pub(crate) krate: Option<Path>,
+    pub(crate) register: bool,
+}
+
+/// What was given in `backoff(...)`.
+pub(crate) struct BackoffOptions {
+    pub(crate) base: Option<Value<Duration>>,
+    pub(crate) factor: Option<Value<f64>>,
+    pub(crate) cap: Option<Value<Duration>>,
+    pub(crate) span: Span,
+}
+
+/// The value of an option.
+pub(crate) enum Value<T> {
+    /// Written out, and checked here.
+    Literal(T),
+    /// A `const` expression, which the compiler evaluates and checks.
+    Const(Expr),
+}
+
+/// What there is, with an example of each.
+const OPTIONS: &[(&str, &str)] = &[
+    ("queue", "queue = \"images\""),
+    ("name", "name = \"resize\""),
+    ("aliases", "aliases(\"old_name\")"),
+    ("lease", "lease = \"30s\""),
+    ("timeout", "timeout = \"5m\""),
+    ("max_attempts", "max_attempts = 20"),
+    ("max_crashes", "max_crashes = 3"),
+    ("priority", "priority = 0"),
+    ("backoff", "backoff(base = \"5s\", factor = 2.0, cap = \"1h\")"),
+    ("retention", "retention = \"7d\""),
+    ("crate", "crate = \"my::jobq\""),
+    ("register", "register = false"),
+];
+
+/// What there is in `backoff(...)`.
+const BACKOFF_OPTIONS: &[(&str, &str)] =
+    &[("base", "base = \"5s\""), ("factor", "factor = 2.0"), ("cap", "cap = \"1h\"")];
+
+/// What people call things elsewhere.
+const OTHER_WORDS: &[(&str, &str)] = &[
+    ("attempts", "max_attempts"),
+    ("retry", "max_attempts"),
+    ("retries", "max_attempts"),
+    ("max_retries", "max_attempts"),
+    ("crashes", "max_crashes"),
+    ("kind", "name"),
+    ("alias", "aliases"),
+    ("channel", "queue"),
+    ("delay", "backoff"),
+    ("keep", "retention"),
+    ("ttl", "retention"),
+    ("krate", "crate"),
+    ("min", "base"),
+    ("initial", "base"),
+    ("multiplier", "factor"),
+    ("max", "cap"),
+];
+
+impl Options {
+    /// Reads the options; those that cannot be read are reported and left at their default.
+    pub(crate) fn read(tokens: TokenStream, problems: &mut Problems) -> Self {
+        let mut options = Self {
+            queue: None,
+            name: None,
+            aliases: Vec::new(),
+            lease: None,
+            timeout: None,
+            max_attempts: None,
+            max_crashes: None,
+            priority: None,
+            backoff: None,
+            retention: None,
+            krate: None,
+            register: true,
+        };
+        for entry in entries(tokens, "#[job]", OPTIONS, problems) {
+            let problems = &mut *problems;
+            match entry.key {
+                "queue" => options.queue = entry.name("queue", problems),
+                "name" => options.name = entry.name("job", problems),
+                "aliases" => options.aliases = entry.names(problems),
+                "lease" => options.lease = entry.duration(problems),
+                "timeout" => options.timeout = entry.duration(problems),
+                "max_attempts" => options.max_attempts = entry.number(problems),
+                "max_crashes" => options.max_crashes = entry.number(problems),
+                "priority" => options.priority = entry.number(problems),
+                "backoff" => options.backoff = entry.backoff(problems),
+                "retention" => options.retention = entry.duration(problems),
+                "crate" => options.krate = entry.path(problems),
+                "register" => options.register = entry.bool(problems).unwrap_or(true),
+                _ => {} // `entries` lets only the keys of `OPTIONS` through.
+            }
+        }
+        options
+    }
+
+    /// Refuses aliases that are given twice or are the job's own name.
+    pub(crate) fn check_aliases(&self, name: &str, problems: &mut Problems) {
+        for (index, alias) in self.aliases.iter().enumerate() {
+            let value = alias.value();
+            if self.aliases[..index].iter().any(|other| other.value() == value) {
+                problems.at(alias, format!("the alias {value:?} is given twice; give it once"));
+            } else if value == name {
+                let words = "is the job's own name; an alias is a former name: remove it";
+                problems.at(alias, format!("the alias {value:?} {words}"));
+            }
+        }
+    }
+}
+
+/// One `key = value` or `key(value, ...)`.
+struct Entry {
+    ident: Ident,
+    key: &'static str,
+    example: &'static str,
+    given: Given,
+}
+
+enum Given {
+    Value(Expr),
+    List(TokenTree, TokenStream),
+}
+
+/// Splits `key = value, key(list), ...` and refuses unknown and repeated keys.
+fn entries(
+    tokens: TokenStream,
+    place: &str,
+    known: &'static [(&'static str, &'static str)],
+    problems: &mut Problems,
+) -> Vec<Entry> {
+    let mut entries: Vec<Entry> = Vec::new();
+    let mut seen: Vec<Ident> = Vec::new();
+    let all = |input: ParseStream| {
+        while !input.is_empty() {
+            match entry(input, place, known, &mut seen, problems) {
+                Ok(entry) => entries.extend(entry),
+                Err(error) => {
+                    problems.add(error);
+                    skip_to_comma(input);
+                    continue;
+                }
+            }
+            if input.is_empty() || input.parse::<Token![,]>().is_ok() {
+                continue;
+            }
+            problems.add(input.error("expected a `,` before this"));
+            if !input.peek(Ident::peek_any) {
+                skip_to_comma(input);
+            }
+        }
+        Ok(())
+    };
+    if let Err(error) = all.parse2(tokens) {
+        problems.add(error);
+    }
+    entries
+}
+
+/// Reads one entry; `None` when it was refused but could be read past.
+fn entry(
+    input: ParseStream,
+    place: &str,
+    known: &'static [(&'static str, &'static str)],
+    seen: &mut Vec<Ident>,
+    problems: &mut Problems,
+) -> syn::Result<Option<Entry>> {
+    let example = known[0].1;
+    if !input.peek(Ident::peek_any) {
+        return Err(input.error(format!("expected an option, such as `{example}`")));
+    }
+    let ident = input.call(Ident::parse_any)?;
+    let written = ident.to_string();
+    let option = known.iter().find(|(key, _)| *key == written);
+    let example = option.map_or(example, |(_, example)| *example);
+    let given = if input.peek(Token![=]) && !input.peek(Token![==]) {
+        let equals: Token![=] = input.parse()?;
+        if input.is_empty() || input.peek(Token![,]) {
+            return Err(syn::Error::new_spanned(
+                equals,
+                format!("`{written}` has no value after the `=`; write `{example}`"),
+            ));
+        }
+        let ahead = input.fork();
+        let value: Expr = ahead.parse()?;
+        input.advance_to(&ahead);
+        Some(Given::Value(value))
+    } else if input.peek(syn::token::Paren) {
+        let tree: TokenTree = input.parse()?;
+        match &tree {
+            TokenTree::Group(group) => Some(Given::List(tree.clone(), group.stream())),
+            _ => None,
+        }
+    } else {
+        None
+    };
+    let Some((key, example)) = option else {
+        problems.at(&ident, unknown(&written, place, known));
+        return Ok(None);
+    };
+    if let Some(first) = seen.iter().find(|first| *first == key) {
+        problems.at(&ident, format!("`{key}` is given twice; remove one of the two"));
+        problems.at(first, format!("`{key}` is given here first"));
+        return Ok(None);
+    }
+    seen.push(ident.clone());
+    let Some(given) = given else {
+        problems.at(&ident, format!("`{key}` needs a value; write `{example}`"));
+        return Ok(None);
+    };
+    Ok(Some(Entry { ident, key, example, given }))
+}
+
+fn skip_to_comma(input: ParseStream) {
+    while let Ok(tree) = input.parse::<TokenTree>() {
+        if matches!(&tree, TokenTree::Punct(punct) if punct.as_char() == ',') {
+            break;
+        }
+    }
+}
+
+/// The words for a key that does not exist.
+fn unknown(written: &str, place: &str, known: &[(&str, &str)]) -> String {
+    let keys: Vec<String> = known.iter().map(|(key, _)| format!("`{key}`")).collect();
+    let keys = keys.join(", ");
+    if written == "blocking" {
+        return "there is no option `blocking`; write `fn` instead of `async fn` and the job runs \
+                on a thread where it may block"
+            .to_owned();
+    }
+    match nearest(written, known) {
+        Some(key) => {
+            format!("{place} has no option `{written}`; did you mean `{key}`? There are {keys}")
+        }
+        None => format!("{place} has no option `{written}`; there are {keys}"),
+    }
+}
+
+/// The key that was probably meant.
+fn nearest<'a>(written: &str, known: &[(&'a str, &'a str)]) -> Option<&'a str> {
+    let is_known = |wanted: &str| known.iter().map(|(key, _)| *key).find(|key| *key == wanted);
+    let lower = written.to_ascii_lowercase();
+    if let Some(key) = is_known(&lower) {
+        return Some(key);
+    }
+    let other_word = OTHER_WORDS.iter().find(|(word, _)| *word == lower);
+    if let Some(key) = other_word.and_then(|(_, key)| is_known(key)) {
+        return Some(key);
+    }
+    let (key, distance) = known
+        .iter()
+        .map(|(key, _)| (*key, distance(&lower, key)))
+        .min_by_key(|(_, distance)| *distance)?;
+    (distance <= 1 + key.len() / 4 && distance < key.len()).then_some(key)
+}
+
+/// How many letters have to be added, removed, changed or swapped to make `b` of `a`.
+fn distance(a: &str, b: &str) -> usize {
+    let a: Vec<char> = a.chars().collect();
+    let b: Vec<char> = b.chars().collect();
+    let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
+    for i in 1..=a.len() {
+        let mut row = vec![i];
+        for j in 1..=b.len() {
+            let change = usize::from(a[i - 1] != b[j - 1]);
+            let mut least = (rows[i - 1][j] + 1).min(row[j - 1] + 1).min(rows[i - 1][j - 1] + change);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                least = least.min(rows[i - 2][j - 2] + 1);
+            }
+            row.push(least);
+        }
+        rows.push(row);
+    }
+    rows[a.len()][b.len()]
+}
+
+/// A number that an option takes, and what it must be.
+trait Number: Sized {
+    const WHAT: &'static str;
+
+    /// Reads a literal with its sign; `None` if it is no such number at all.
+    fn read(literal: &Lit, negative: bool) -> Option<Result<Self, TooLarge>>;
+
+    /// What is wrong with the number as the value of `key`, in the words of
+    /// `JobOptions::checked`.
+    fn problem(&self, key: &str) -> Option<&'static str>;
+}
+
+/// The number is beyond its type.
+struct TooLarge;
+
+fn integer<T: TryFrom<i128>>(literal: &Lit, negative: bool) -> Option<Result<T, TooLarge>> {
+    let Lit::Int(literal) = literal else { return None };
+    let number = literal.base10_parse::<i128>().map_err(|_| TooLarge);
+    Some(number.and_then(|number| {
+        T::try_from(if negative { -number } else { number }).map_err(|_| TooLarge)
+    }))
+}
+
+impl Number for u32 {
+    const WHAT: &'static str = "a whole number";
+
+    fn read(literal: &Lit, negative: bool) -> Option<Result<Self, TooLarge>> {
+        // A negative number is as wrong as 0, and the words about 0 are the better ones.
+        integer::<i128>(literal, negative)
+            .map(|number| number.and_then(|n| Self::try_from(n.max(0)).map_err(|_| TooLarge)))
+    }
+
+    fn problem(&self, key: &str) -> Option<&'static str> {
+        match key {
+            "max_attempts" if *self < 1 => {
+                Some("`max_attempts` must be at least 1: it counts the first run")
+            }
+            "max_attempts" if *self > i32::MAX as u32 => {
+                Some("`max_attempts` must be at most 2147483647")
+            }
+            "max_crashes" if *self < 1 => Some("`max_crashes` must be at least 1"),
+            "max_crashes" if *self > i16::MAX as u32 => Some("`max_crashes` must be at most 32767"),
+            _ => None,
+        }
+    }
+}
+
+impl Number for i16 {
+    const WHAT: &'static str = "a whole number";
+
+    fn read(literal: &Lit, negative: bool) -> Option<Result<Self, TooLarge>> {
+        integer(literal, negative)
+    }
+
+    fn problem(&self, _: &str) -> Option<&'static str> {
+        (!queue::PRIORITIES.contains(self))
+            .then_some("`priority` must be from -4 (last) to 4 (first)")
+    }
+}
+
+impl Number for f64 {
+    const WHAT: &'static str = "a number";
+
+    fn read(literal: &Lit, negative: bool) -> Option<Result<Self, TooLarge>> {
+        let digits = match literal {
+            Lit::Float(literal) => literal.base10_digits().to_owned(),
+            Lit::Int(literal) => literal.base10_digits().to_owned(),
+            _ => return None,
+        };
+        let number: Self = digits.parse().ok()?;
+        if number.is_finite() {
+            Some(Ok(if negative { -number } else { number }))
+        } else {
+            Some(Err(TooLarge))
+        }
+    }
+
+    fn problem(&self, _: &str) -> Option<&'static str> {
+        (*self < 1.0).then_some("`backoff` needs a `factor` of at least 1")
+    }
+}
+
+impl Entry {
+    /// The value after `=`.
+    fn value(self, problems: &mut Problems) -> Option<Expr> {
+        match self.given {
+            Given::Value(value) => Some(ungroup(value)),
+            Given::List(list, _) => {
+                problems.at(list, format!("`{}` takes one value: `{}`", self.key, self.example));
+                None
+            }
+        }
+    }
+
+    fn string(self, problems: &mut Problems) -> Option<LitStr> {
+        let (key, example) = (self.key, self.example);
+        match self.value(problems)? {
+            Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => Some(text),
+            other => {
+                problems.at(other, format!("`{key}` takes a string literal: `{example}`"));
+                None
+            }
+        }
+    }
+
+    fn name(self, what: &'static str, problems: &mut Problems) -> Option<LitStr> {
+        let name = self.string(problems)?;
+        check_name(what, &name, problems).then_some(name)
+    }
+
+    fn names(self, problems: &mut Problems) -> Vec<LitStr> {
+        let list = match &self.given {
+            Given::List(tree, list) => {
+                if list.is_empty() {
+                    problems.at(tree, format!("`aliases` names none; write `{}`", self.example));
+                }
+                list.clone()
+            }
+            Given::Value(value) => {
+                let words = format!("`aliases` takes a list: `{}`", self.example);
+                problems.at(value, words);
+                return Vec::new();
+            }
+        };
+        let mut names = Vec::new();
+        let mut refuse = |place: TokenStream, problems: &mut Problems| {
+            let words = format!("`aliases` takes string literals: `{}`", self.example);
+            problems.at(place, words);
+        };
+        for item in split_at_commas(list) {
+            match syn::parse2::<LitStr>(ungroup_tokens(item.clone())) {
+                Ok(name) if check_name("job", &name, problems) => names.push(name),
+                Ok(_) => {}
+                Err(_) => refuse(item, problems),
+            }
+        }
+        names
+    }
+
+    fn duration(self, problems: &mut Problems) -> Option<Value<Duration>> {
+        let (key, example) = (self.key, self.example);
+        let text = match self.value(problems)? {
+            Expr::Lit(ExprLit { lit: Lit::Str(text), .. }) => text,
+            other if literal(&other).is_some() => {
+                let words = format!(
+                    "`{key}` takes a duration: `{example}`, or a `const` of type \
+                     `std::time::Duration`"
+                );
+                problems.at(other, words);
+                return None;
+            }
+            other => return Some(Value::Const(other)),
+        };
+        let duration = match duration::parse(&text.value()) {
+            Ok(duration) => duration,
+            Err(error) => {
+                problems.at(text, error);
+                return None;
+            }
+        };
+        if let Some(words) = duration_problem(key, duration) {
+            problems.at(text, words);
+            return None;
+        }
+        Some(Value::Literal(duration))
+    }
+
+    fn number<T: Number>(self, problems: &mut Problems) -> Option<Value<T>> {
+        let (key, example) = (self.key, self.example);
+        let value = self.value(problems)?;
+        let Some((lit, negative)) = literal(&value) else {
+            return Some(Value::Const(value));
+        };
+        match T::read(lit, negative) {
+            None => problems.at(value, format!("`{key}` takes {}: `{example}`", T::WHAT)),
+            Some(Err(TooLarge)) if key == "priority" => {
+                problems.at(value, "`priority` must be from -4 (last) to 4 (first)");
+            }
+            Some(Err(TooLarge)) => problems.at(value, format!("`{key}` is too large")),
+            Some(Ok(number)) => match number.problem(key) {
+                Some(words) => problems.at(value, words),
+                None => return Some(Value::Literal(number)),
+            },
+        }
+        None
+    }
+
+    fn bool(self, problems: &mut Problems) -> Option<bool> {
+        let (key, example) = (self.key, self.example);
+        match self.value(problems)? {
+            Expr::Lit(ExprLit { lit: Lit::Bool(value), .. }) => Some(value.value),
+            other => {
+                problems.at(other, format!("`{key}` takes `true` or `false`: `{example}`"));
+                None
+            }
+        }
+    }
+
+    fn path(self, problems: &mut Problems) -> Option<Path> {
+        let example = self.example;
+        let text = self.string(problems)?;
+        match text.parse_with(Path::parse_mod_style) {
+            Ok(path) => Some(path),
+            Err(_) => {
+                let words = format!("`crate` takes the path of jobq in your crate: `{example}`");
+                problems.at(text, words);
+                None
+            }
+        }
+    }
+
+    fn backoff(self, problems: &mut Problems) -> Option<BackoffOptions> {
+        let (tree, list) = match self.given {
+            Given::List(tree, list) => (tree, list),
+            Given::Value(value) => {
+                problems.at(value, format!("`backoff` takes a list: `{}`", self.example));
+                return None;
+            }
+        };
+        let mut backoff =
+            BackoffOptions { base: None, factor: None, cap: None, span: self.ident.span() };
+        let given = entries(list, "`backoff`", BACKOFF_OPTIONS, problems);
+        for entry in given {
+            match entry.key {
+                "base" => backoff.base = entry.duration(problems),
+                "factor" => backoff.factor = entry.number(problems),
+                "cap" => backoff.cap = entry.duration(problems),
+                _ => {} // `entries` lets only the keys of `BACKOFF_OPTIONS` through.
+            }
+        }
+        if known(backoff.base.as_ref(), Backoff::DEFAULT.base)
+            .zip(known(backoff.cap.as_ref(), Backoff::DEFAULT.cap))
+            .is_some_and(|(base, cap)| base > cap)
+        {
+            problems.at(
+                tree,
+                format!(
+                    "`backoff` needs a `base` that is not longer than its `cap`; without \
+                     one, `base` is {} and `cap` is {}",
+                    duration::display(Backoff::DEFAULT.base),
+                    duration::display(Backoff::DEFAULT.cap),
+                ),
+            );
+            return None;
+        }
+        Some(backoff)
+    }
+}
+
+/// The value if it is known here: written out, or the default.
+fn known<T: Copy>(value: Option<&Value<T>>, default: T) -> Option<T> {
+    match value {
+        None => Some(default),
+        Some(Value::Literal(value)) => Some(*value),
+        Some(Value::Const(_)) => None,
+    }
+}
+
+/// What is wrong with the duration as the value of `key`, in the words of `JobOptions::checked`.
+fn duration_problem(key: &str, duration: Duration) -> Option<&'static str> {
+    match key {
+        "lease" if duration < Duration::from_secs(1) => {
+            Some("`lease` must be at least 1s: it is renewed every third of it")
+        }
+        "lease" if duration.as_secs() > 30 * 86_400 => Some(
+            "`lease` must be at most 30d: it is how long a dead worker keeps its jobs; use \
+             `timeout` to bound a run",
+        ),
+        "timeout" if duration.is_zero() => {
+            Some("`timeout` must be longer than 0s; leave it out for none")
+        }
+        _ => None,
+    }
+}
+
+/// Whether the name is allowed; if not, reports it.
+fn check_name(what: &'static str, name: &LitStr, problems: &mut Problems) -> bool {
+    let checked = queue::check_name(what, &name.value());
+    if let Err(error) = &checked {
+        problems.at(name, error);
+    }
+    checked.is_ok()
+}
+
+/// The literal, and whether a minus stands before it.
+fn literal(value: &Expr) -> Option<(&Lit, bool)> {
+    match value {
+        Expr::Lit(ExprLit { lit, .. }) => Some((lit, false)),
+        Expr::Unary(ExprUnary { op: UnOp::Neg(_), expr, .. }) => match &**expr {
+            Expr::Lit(ExprLit { lit, .. }) => Some((lit, true)),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Takes off the invisible group around what a `macro_rules!` macro was given.
+fn ungroup(mut value: Expr) -> Expr {
+    loop {
+        match value {
+            Expr::Group(group) => value = *group.expr,
+            other => return other,
+        }
+    }
+}
+
+fn ungroup_tokens(tokens: TokenStream) -> TokenStream {
+    let mut trees = tokens.clone().into_iter();
+    match (trees.next(), trees.next()) {
+        (Some(TokenTree::Group(group)), None)
+            if group.delimiter() == proc_macro2::Delimiter::None =>
+        {
+            ungroup_tokens(group.stream())
+        }
+        _ => tokens,
+    }
+}
+
+fn split_at_commas(tokens: TokenStream) -> Vec<TokenStream> {
+    let mut items = vec![TokenStream::new()];
+    for tree in tokens {
+        match &tree {
+            TokenTree::Punct(punct) if punct.as_char() == ',' => items.push(TokenStream::new()),
+            _ => items.last_mut().into_iter().for_each(|item| item.extend([tree.clone()])),
+        }
+    }
+    items.retain(|item| !item.is_empty());
+    items
+}
+
+impl<T> Value<T> {
+    /// Where a `const` value is written.
+    pub(crate) fn place(&self) -> Option<Span> {
+        match self {
+            Self::Literal(_) => None,
+            Self::Const(value) => Some(value.span()),
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! One attempt: decode, call, watch, and turn what happens into an outcome.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use jobq_core::lifecycle::{self, Transition};
+use jobq_core::outcome::{AttemptReason, Outcome};
+use jobq_core::text::storable;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
+
+use crate::context::{Facts, JobContext};
+use crate::handler::{BoxFuture, Call, Handler};
+use crate::job::JobDef;
+use crate::settler::Finished;
+use crate::store::{ClaimedJob, Settlement};
+use crate::worker::{Slot, Worker};
+
+/// How long a job function may go on after it was told to stop, before it is dropped.
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
+
+/// How often a job function that cannot be dropped is complained about.
+const STUCK_EVERY: Duration = Duration::from_secs(10);
+
+/// A running attempt, as seen from outside: what the heartbeat and the shutdown can do to it.
+#[derive(Debug, Default)]
+pub(crate) struct Control {
+    /// Seen by the job function as its cancellation.
+    pub(crate) cancelled: CancellationToken,
+    /// The attempt ends now, whatever the job function does.
+    ended: CancellationToken,
+    verdict: AtomicU8,
+    /// The job function called `complete_in`: its row may be gone by its own doing.
+    pub(crate) completing: Arc<AtomicBool>,
+}
+
+/// Verdicts on a running attempt; a higher one overrules a lower one.
+const WARNED: u8 = 1;
+const CANCEL: u8 = 2;
+const INTERRUPT: u8 = 3;
+const LOST: u8 = 4;
+
+impl Control {
+    /// The job is to be cancelled; its function gets [`GRACE`] to return.
+    pub(crate) fn cancel(&self) {
+        self.raise(CANCEL);
+        self.cancelled.cancel();
+    }
+
+    /// The worker stops: the job function is told, and given until [`interrupt`](Self::interrupt).
+    pub(crate) fn warn(&self) {
+        self.raise(WARNED);
+        self.cancelled.cancel();
+    }
+
+    /// The worker stops now: the job is given back.
+    pub(crate) fn interrupt(&self) {
+        self.raise(INTERRUPT);
+        self.cancelled.cancel();
+        self.ended.cancel();
+    }
+
+    /// The lease is lost: the attempt ends and writes nothing.
+    pub(crate) fn lose(&self) {
+        self.raise(LOST);
+        self.cancelled.cancel();
+        self.ended.cancel();
+    }
+
+    /// The row is not held any more. If the job function may have completed it in its own
+    /// transaction it goes on: settling tells what became of the row.
+    pub(crate) fn lose_unless_completing(&self) {
+        if !self.completing.load(Ordering::SeqCst) {
+            self.lose();
+        }
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.verdict.load(Ordering::SeqCst) == LOST
+    }
+
+    fn raise(&self, verdict: u8) {
+        self.verdict.fetch_max(verdict, Ordering::SeqCst);
+    }
+
+    fn verdict(&self) -> u8 {
+        self.verdict.load(Ordering::SeqCst)
+    }
+}
+
+/// Runs a claimed job and hands its outcome to the settler.
+pub(crate) async fn run(worker: Arc<Worker>, job: ClaimedJob, slot: Slot, control: Arc<Control>) {
+    let span = tracing::info_span!(
+        "job",
+        id = job.lease.job.0,
+        kind = %job.kind,
+        queue = %job.queue,
+        attempt = job.counters.attempt,
+        token = job.lease.token.0,
+    );
+    let lease = job.lease;
+    let settlement = attempt(&worker, job, &control).instrument(span.clone()).await;
+    match settlement {
+        Some(settlement) => {
+            worker.settle(Finished { settlement, control, _slot: slot, span }).await;
+        }
+        None => {
+            worker.lost(lease, &span);
+            worker.forget(lease);
+            drop(slot);
+        }
+    }
+}
+
+/// One attempt; `None` when the lease was lost and nothing may be written.
+async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<Settlement> {
+    let def = worker.registry.get(&job.kind);
+    let retention = worker.retention(&job.queue, def);
+    let settlement = |transition| Settlement { lease: job.lease, transition, retention, doubtful: false };
+    if let Some(transition) = lifecycle::admit(job.counters, job.limits) {
+        return Some(settlement(transition));
+    }
+    // Claims ask for known kinds only.
+    let Some(def) = def else { return Some(settlement(lifecycle::release(job.counters))) };
+    let facts = Facts {
+        lease: job.lease,
+        kind: job.kind.as_str().into(),
+        queue: job.queue.as_str().into(),
+        attempt: job.counters.attempt,
+        max_attempts: job.limits.max_attempts,
+        created_at: job.created_at,
+        tags: job.tags,
+        metadata: job.metadata,
+        retention,
+        schema: Some(worker.store.schema().clone()),
+    };
+    let context = JobContext::new(facts, control.cancelled.clone(), Arc::clone(&control.completing));
+    let states = Arc::clone(&worker.states);
+    let call = Call { context: context.clone(), payload: job.payload, states };
+    let outcome = watch(def, call, control).await?;
+    let unit = rand::random::<f64>();
+    let decide = |outcome| {
+        lifecycle::settle(outcome, job.counters, job.limits, &def.options.backoff, unit)
+    };
+    if context.completed_in() && matches!(outcome, Outcome::Completed { .. }) {
+        // The handler's own transaction has completed the job, if it was committed. If the row is
+        // still ours it was not, and this failure is what gets written.
+        let error = "the job function returned Ok, but the transaction that it called complete_in \
+                     with was not committed";
+        let outcome = Outcome::Failed {
+            reason: AttemptReason::Failed,
+            error: error.to_owned(),
+            retry_after: None,
+        };
+        return Some(Settlement { doubtful: true, ..settlement(decide(outcome)) });
+    }
+    Some(settlement(decide(outcome)))
+}
+
+/// Runs the job function until it returns, panics, takes too long, is cancelled or loses its lease.
+async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Outcome> {
+    let mut handler = match def.handler {
+        Handler::Async(function) => Running::Async(guard(function, call)),
+        Handler::Blocking(function) => {
+            // The span is carried over, so that what the function logs is found with its job.
+            let span = tracing::Span::current();
+            Running::Blocking(tokio::task::spawn_blocking(move || {
+                span.in_scope(|| catch_unwind(AssertUnwindSafe(|| function(call))))
+                    .unwrap_or_else(panicked)
+            }))
+        }
+    };
+    let deadline = def.options.timeout.map(|timeout| Instant::now() + timeout);
+    let mut timeout = pin!(async {
+        match deadline {
+            Some(deadline) => sleep_until(deadline).await,
+            None => std::future::pending().await,
+        }
+    });
+    let mut grace = pin!(async {
+        control.cancelled.cancelled().await;
+        if control.verdict() == CANCEL {
+            sleep(GRACE).await;
+        } else {
+            // A stopping worker says when it is over.
+            std::future::pending::<()>().await;
+        }
+    });
+    let ended = tokio::select! {
+        biased;
+        () = control.ended.cancelled() => None,
+        outcome = handler.outcome() => Some(outcome),
+        () = &mut timeout => {
+            control.cancelled.cancel();
+            Some(Outcome::Failed {
+                reason: AttemptReason::TimedOut,
+                error: format!(
+                    "timed out after {}",
+                    jobq_core::duration::display(def.options.timeout.unwrap_or_default())
+                ),
+                retry_after: None,
+            })
+        }
+        () = &mut grace => Some(Outcome::Cancelled { reason: None }),
+    };
+    handler.end(control).await;
+    match (control.verdict(), ended) {
+        (LOST, _) => None,
+        // What is done is done, also when somebody wanted it stopped.
+        (_, Some(done @ (Outcome::Completed { .. } | Outcome::Cancelled { .. }))) => Some(done),
+        (CANCEL, _) => Some(Outcome::Cancelled { reason: None }),
+        // It failed because it was told to stop: that costs no attempt.
+        (WARNED | INTERRUPT, Some(Outcome::Failed { .. })) | (_, None) => Some(Outcome::Interrupted),
+        (_, Some(outcome)) => Some(outcome),
+    }
+}
+
+/// A job function that is running.
+enum Running {
+    Async(BoxFuture<'static, Outcome>),
+    Blocking(tokio::task::JoinHandle<Outcome>),
+    Ended,
+}
+
+impl Running {
+    async fn outcome(&mut self) -> Outcome {
+        let outcome = match self {
+            Self::Async(future) => future.await,
+            Self::Blocking(thread) => match thread.await {
+                Ok(outcome) => outcome,
+                // The function's own panics are caught inside; this is the runtime going away.
+                Err(_) => Outcome::Interrupted,
+            },
+            Self::Ended => std::future::pending().await,
+        };
+        *self = Self::Ended;
+        outcome
+    }
+
+    /// Makes sure that the function does not run any more.
+    ///
+    /// A future is dropped. A thread cannot be: its slot and its lease are kept until it returns,
+    /// so that the job never runs twice at once, unless the attempt has to end now.
+    async fn end(&mut self, control: &Control) {
+        match std::mem::replace(self, Self::Ended) {
+            Self::Async(future) => {
+                if catch_unwind(AssertUnwindSafe(|| drop(future))).is_err() {
+                    tracing::error!("dropping a cancelled job function panicked");
+                }
+            }
+            Self::Blocking(mut thread) => loop {
+                tokio::select! {
+                    biased;
+                    _ = &mut thread => return,
+                    () = control.ended.cancelled() => {
+                        tracing::warn!("the job function still runs on its thread and is left behind");
+                        return;
+                    }
+                    () = sleep(STUCK_EVERY) => {
+                        tracing::warn!("the job function was told to stop and does not return");
+                    }
+                }
+            },
+            Self::Ended => (),
+        }
+    }
+}
+
+/// The function's future, with panics turned into outcomes.
+fn guard(function: fn(Call) -> BoxFuture<'static, Outcome>, call: Call) -> BoxFuture<'static, Outcome> {
+    let mut future = match catch_unwind(AssertUnwindSafe(|| function(call))) {
+        Ok(future) => future,
+        Err(panic) => return Box::pin(std::future::ready(panicked(panic))),
+    };
+    Box::pin(std::future::poll_fn(move |context| {
+        match catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(context))) {
+            Ok(Poll::Ready(outcome)) => Poll::Ready(outcome),
+            Ok(Poll::Pending) => Poll::Pending,
+            Err(panic) => Poll::Ready(panicked(panic)),
+        }
+    }))
+}
+
+/// The outcome of a panic, with its message.
+#[allow(clippy::needless_pass_by_value, reason = "it is what catch_unwind gives")]
+fn panicked(panic: Box<dyn Any + Send>) -> Outcome {
+    let message = panic
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a value that is no text".to_owned());
+    Outcome::Failed {
+        reason: AttemptReason::Panicked,
+        error: storable(&format!("panicked: {message}")),
+        retry_after: None,
+    }
+}
+
+/// Whether a transition keeps the job alive, for the log.
+pub(crate) fn describe(transition: &Transition) -> &'static str {
+    match transition {
+        Transition::Complete { .. } => "completed",
+        Transition::Requeue { record: Some(record), .. } => record.reason.as_str(),
+        Transition::Requeue { record: None, .. } => "snoozed",
+        Transition::Bury { .. } => "dead",
+        Transition::Cancel { .. } => "cancelled",
+    }
+}

@@ -1,0 +1,361 @@
+//! The way in: connect, migrate, enqueue, look, mend.
+
+use std::sync::Arc;
+
+use jobq_core::job::JobId;
+use jobq_core::payload::DEFAULT_LIMIT;
+
+use crate::enqueue::EnqueueTarget;
+use crate::enqueue::sealed::Sealed;
+use crate::error::{Error, Result};
+use crate::job::CheckedJob;
+use crate::store::{
+    CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Schema, Store,
+};
+
+/// jobq in one database: enqueues jobs, shows and mends them, and is what a
+/// [`Runtime`](crate::Runtime) runs on.
+///
+/// Cheap to clone; all clones share one pool.
+#[derive(Clone)]
+pub struct Client {
+    store: Arc<dyn Store>,
+    payload_limit: usize,
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client")
+            .field("database", &self.store.database())
+            .field("schema", &self.store.schema().as_str())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Settings of a [`Client`] that differ from the defaults.
+#[derive(Clone, Debug)]
+pub struct ClientOptions {
+    schema: Result<Schema, String>,
+    payload_limit: usize,
+}
+
+impl Default for ClientOptions {
+    fn default() -> Self {
+        Self { schema: Ok(Schema::default()), payload_limit: DEFAULT_LIMIT }
+    }
+}
+
+impl ClientOptions {
+    /// The defaults: schema `jobq`, payloads up to 2 MiB.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Keeps the tables under another name, so that two applications can share a database: a
+    /// PostgreSQL schema, or a prefix on SQLite. Default: `jobq`.
+    #[must_use]
+    pub fn schema(mut self, name: &str) -> Self {
+        self.schema = Schema::new(name).map_err(|_| name.to_owned());
+        self
+    }
+
+    /// The largest payload taken, in bytes. Default: 2 MiB.
+    #[must_use]
+    pub fn payload_limit(mut self, bytes: usize) -> Self {
+        self.payload_limit = bytes;
+        self
+    }
+
+    /// Connects; see [`Client::connect`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Client::connect`], and [`Error::BadOption`] for a schema name that cannot be used.
+    pub async fn connect(self, url: &str) -> Result<Client> {
+        let schema = self.checked_schema()?;
+        let scheme = url.split(':').next().unwrap_or_default();
+        let bad = |problem: &str| {
+            Err(Error::BadUrl { url: without_password(url), problem: problem.to_owned() })
+        };
+        match scheme {
+            #[cfg(feature = "postgres")]
+            "postgres" | "postgresql" => {
+                let store = connect_postgres(url, schema).await?;
+                Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
+            }
+            #[cfg(not(feature = "postgres"))]
+            "postgres" | "postgresql" => {
+                bad("this program was built without jobq's feature `postgres`; turn it on")
+            }
+            #[cfg(feature = "sqlite")]
+            "sqlite" => {
+                let store = connect_sqlite(url, schema).await?;
+                Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
+            }
+            #[cfg(not(feature = "sqlite"))]
+            "sqlite" => bad("this program was built without jobq's feature `sqlite`; turn it on"),
+            _ => bad(
+                "it must begin with `postgres://` or `sqlite:`, as in \
+                 \"postgres://user:password@host/database\" or \"sqlite:jobs.db\"",
+            ),
+        }
+    }
+
+    /// Uses a PostgreSQL pool that the application has already.
+    ///
+    /// The runtime opens a few connections of its own with the same options: heartbeats must not
+    /// wait for the pool.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`] for a schema name that cannot be used.
+    #[cfg(feature = "postgres")]
+    pub fn postgres(self, pool: sqlx::PgPool) -> Result<Client> {
+        let store = crate::store::postgres::PostgresStore::new(pool, self.checked_schema()?);
+        Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
+    }
+
+    /// Uses an SQLite pool that the application has already.
+    ///
+    /// jobq opens connections of its own to the same file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`] for a schema name that cannot be used, [`Error::Unsupported`] for an
+    /// in-memory database.
+    #[cfg(feature = "sqlite")]
+    pub fn sqlite(self, pool: sqlx::SqlitePool) -> Result<Client> {
+        let store = crate::store::sqlite::SqliteStore::new(pool, self.checked_schema()?)?;
+        Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
+    }
+
+    fn checked_schema(&self) -> Result<Schema> {
+        match &self.schema {
+            Ok(schema) => Ok(schema.clone()),
+            Err(name) => Schema::new(name),
+        }
+    }
+}
+
+#[cfg(feature = "postgres")]
+async fn connect_postgres(
+    url: &str,
+    schema: Schema,
+) -> Result<crate::store::postgres::PostgresStore> {
+    use std::str::FromStr;
+    use std::time::Duration;
+
+    use sqlx::Connection;
+    use sqlx::postgres::{PgConnectOptions, PgConnection, PgPoolOptions};
+
+    let options = PgConnectOptions::from_str(url).map_err(|error| Error::BadUrl {
+        url: without_password(url),
+        problem: format!("{error}; write \"postgres://user:password@host/database\""),
+    })?;
+    // A pool keeps trying to reach a server that refuses; the first connection tells at once.
+    let patience = Duration::from_secs(10);
+    let first = match tokio::time::timeout(patience, PgConnection::connect_with(&options)).await {
+        Ok(first) => first,
+        Err(_) => Err(sqlx::Error::PoolTimedOut),
+    };
+    let first =
+        first.map_err(|source| Error::Connect { url: without_password(url), source })?;
+    // The connection has served its purpose; whether it closes cleanly does not matter.
+    drop(first.close().await);
+    let pool = PgPoolOptions::new().acquire_timeout(patience).connect_lazy_with(options);
+    Ok(crate::store::postgres::PostgresStore::new(pool, schema))
+}
+
+#[cfg(feature = "sqlite")]
+async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlite::SqliteStore> {
+    use std::str::FromStr;
+
+    use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
+
+    let options = SqliteConnectOptions::from_str(url)
+        .map_err(|error| Error::BadUrl {
+            url: url.to_owned(),
+            problem: format!("{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""),
+        })?
+        .create_if_missing(true);
+    let pool = SqlitePoolOptions::new().max_connections(4).connect_lazy_with(options);
+    let store = crate::store::sqlite::SqliteStore::new(pool.clone(), schema)?;
+    let first = pool.acquire().await;
+    first.map_err(|source| Error::Connect { url: url.to_owned(), source })?;
+    Ok(store)
+}
+
+/// A URL fit for messages.
+fn without_password(url: &str) -> String {
+    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
+    let Some((login, host)) = rest.rsplit_once('@') else { return url.to_owned() };
+    let user = login.split(':').next().unwrap_or_default();
+    format!("{scheme}://{user}@{host}")
+}
+
+impl Client {
+    /// Connects to the database that is the queue: `sqlite:jobs.db` (the file is made if it is
+    /// missing) or `postgres://user:password@host/database`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadUrl`] for a URL jobq cannot use, [`Error::Connect`] when the database cannot be
+    /// reached within 10 s or refuses the login.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use jobq_runtime as jobq;
+    /// # async fn example() -> jobq::Result<()> {
+    /// let client = jobq::Client::connect("sqlite:jobs.db").await?;
+    /// client.migrate().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn connect(url: &str) -> Result<Self> {
+        ClientOptions::default().connect(url).await
+    }
+
+    /// Creates or upgrades jobq's tables.
+    ///
+    /// Safe to call from many processes at once and at every start: what is done is not done
+    /// again. The SQL is in [`jobq_migrations`], to be applied by hand where programs may not
+    /// change tables.
+    ///
+    /// # Errors
+    ///
+    /// Database errors, for instance a missing right to create tables.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, a step is applied whole or not at all.
+    pub async fn migrate(&self) -> Result<()> {
+        self.store.migrate().await
+    }
+
+    /// Fails unless the server and the tables fit this version of jobq. A runtime does this when
+    /// it starts.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Connect`], [`Error::Unsupported`] and [`Error::Schema`] name what to do.
+    pub async fn check(&self) -> Result<()> {
+        self.store.check().await
+    }
+
+    /// Joins this client's settings (schema, payload limit) with your own open transaction:
+    /// `resize::enqueue(client.within(&mut tx), 7, 640)`.
+    pub fn within<T: EnqueueTarget>(&self, transaction: T) -> Within<'_, T> {
+        Within { client: self, transaction }
+    }
+
+    /// Looks a job up, wherever it is in its life.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn job(&self, id: JobId) -> Result<Lookup> {
+        self.store.job(id).await
+    }
+
+    /// How many jobs of each queue are in each state, history included.
+    ///
+    /// It reads every row: ask now and then, not in a loop.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn counts(&self) -> Result<Vec<QueueCount>> {
+        self.store.counts().await
+    }
+
+    /// The dead letters that match, newest first, up to `limit`.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn dead(&self, filter: &DeadFilter, limit: u32) -> Result<Vec<DeadJob>> {
+        self.store.dead(filter, limit).await
+    }
+
+    /// Cancels a job: at once if it is not running, else with its worker's next heartbeat.
+    ///
+    /// A running job function sees [`JobContext::cancelled`](crate::JobContext::cancelled) and is
+    /// dropped if it has not returned 5 s later. If it fails meanwhile the job is cancelled, not
+    /// retried; if it completes first, it is completed.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn cancel(&self, id: JobId) -> Result<CancelReply> {
+        self.store.cancel(id).await
+    }
+
+    /// Makes dead jobs that match pending again, with their attempts counted anew; with
+    /// [`DeadFilter::id`] also one cancelled job. Returns their ids, which stay the same.
+    ///
+    /// Redriving twice makes one job.
+    ///
+    /// # Errors
+    ///
+    /// Database errors. Jobs are redriven a thousand at a time: those of earlier thousands stay
+    /// redriven.
+    pub async fn redrive(&self, filter: &DeadFilter) -> Result<Vec<JobId>> {
+        const BATCH: usize = 1_000;
+        let mut all = Vec::new();
+        loop {
+            let ids = self.store.redrive(filter, BATCH as u32).await?;
+            let last = ids.len() < BATCH;
+            all.extend(ids);
+            if last {
+                return Ok(all);
+            }
+        }
+    }
+
+    #[cfg(feature = "runtime")]
+    pub(crate) fn store(&self) -> Arc<dyn Store> {
+        Arc::clone(&self.store)
+    }
+}
+
+impl Sealed for &Client {}
+impl EnqueueTarget for &Client {
+    fn settings(&self) -> (Schema, usize) {
+        (self.store.schema().clone(), self.payload_limit)
+    }
+
+    async fn write(self, jobs: Vec<CheckedJob>, _: Schema) -> Result<Vec<JobId>> {
+        self.store.insert(jobs).await
+    }
+}
+
+/// A transaction seen through a client's settings; made by [`Client::within`].
+#[derive(Debug)]
+pub struct Within<'c, T> {
+    client: &'c Client,
+    transaction: T,
+}
+
+impl<T> Sealed for Within<'_, T> {}
+impl<T: EnqueueTarget> EnqueueTarget for Within<'_, T> {
+    fn settings(&self) -> (Schema, usize) {
+        self.client.settings()
+    }
+
+    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+        self.transaction.write(jobs, schema).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passwords_stay_out_of_messages() {
+        assert_eq!(without_password("postgres://me:se@cret@db:1/x"), "postgres://me@db:1/x");
+        assert_eq!(without_password("postgres://db/x"), "postgres://db/x");
+        assert_eq!(without_password("sqlite:jobs.db"), "sqlite:jobs.db");
+    }
+}

@@ -1,0 +1,350 @@
+//! The periodic pass that takes back what was lost sight of.
+//!
+//! Every process rescues: it closes sessions whose lease expired and settles their jobs. Any number
+//! of processes may do so at once, since each write is guarded by the lease it ends.
+//!
+//! The rest is a duty that one process at a time has: finding jobs that every worker able to run
+//! them has passed by, parking jobs of kinds nobody knows, pruning the history.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use jobq_core::job::SessionId;
+use jobq_core::lifecycle;
+use jobq_core::queue::bands;
+use jobq_core::time::Timestamp;
+use serde::{Deserialize, Serialize};
+use tokio::time::sleep;
+
+use crate::error::Result;
+use crate::store::{
+    DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, QueueFloor, Settlement, Shift, Store,
+    UnleasedJob,
+};
+use crate::worker::Worker;
+
+/// The time between two sweeps; a slow one waits 20 times what it took.
+pub(crate) const EVERY: Duration = Duration::from_secs(3);
+
+/// How many jobs one step reads or moves.
+const STEP: u32 = 1_000;
+
+/// How many steps a pass takes in one band.
+const STEPS: usize = 20;
+
+/// How late a transaction may draw its number after it has read the clock.
+const LATE_NUMBER: Duration = Duration::from_secs(2);
+
+/// How often the sweep forgets what it has proved and looks through everything.
+const WHOLE_EVERY: Duration = Duration::from_secs(600);
+
+/// How often jobs that nobody can run are complained about.
+const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
+
+const DUTY: &str = "sweep";
+
+/// What the sweep remembers from one pass to the next, whichever process does it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Notes {
+    /// Below these nothing is left that is not leased.
+    #[serde(default)]
+    floors: Vec<QueueFloor>,
+    /// A time, and the newest transaction at that time: once that and all older ones have ended,
+    /// nothing can appear before the time any more.
+    #[serde(default)]
+    mark: Option<(i64, i64)>,
+    /// The latest time that was proved so.
+    #[serde(default)]
+    proven: Option<i64>,
+    /// When everything was last looked through, in the database's time.
+    #[serde(default)]
+    whole_at: i64,
+}
+
+/// Where claims may begin: below these floors nothing is left that is not leased.
+pub(crate) async fn proven_floors(store: &dyn Store) -> Result<Vec<QueueFloor>> {
+    Ok(read_notes(&store.duty_notes(DUTY).await?).floors)
+}
+
+/// Notes that cannot be read count as none: the sweep then looks through everything.
+fn read_notes(text: &str) -> Notes {
+    serde_json::from_str(text).unwrap_or_default()
+}
+
+/// Sweeps for ever.
+pub(crate) async fn run(worker: Arc<Worker>) {
+    let mut sweep = Sweep { worker: &worker, complained: None };
+    // Spread the processes of a fleet that started together.
+    let mut wait = EVERY.mul_f64(rand::random());
+    loop {
+        sleep(wait).await;
+        let started = Instant::now();
+        if let Err(error) = sweep.pass().await {
+            tracing::warn!(error = &error as &dyn std::error::Error, "sweep failed; trying again");
+        }
+        wait = EVERY.max(started.elapsed() * 20);
+    }
+}
+
+struct Sweep<'w> {
+    worker: &'w Arc<Worker>,
+    complained: Option<Instant>,
+}
+
+impl Sweep<'_> {
+    async fn pass(&mut self) -> Result<()> {
+        let store = &*self.worker.store;
+        let rescued = rescue(store, false).await?;
+        self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
+        let Some(holder) = self.worker.sessions.all_open().first().map(|session| session.id) else {
+            return Ok(());
+        };
+        let Some(notes) = store.take_duty(DUTY, holder, EVERY * 3).await? else { return Ok(()) };
+        let mut notes = read_notes(&notes);
+        let unknown = find_late(store, &mut notes).await?;
+        self.complain(&unknown);
+        let text = serde_json::to_string(&notes).unwrap_or_default();
+        store.note_duty(DUTY, holder, &text).await?;
+        store.prune(STEP).await?;
+        Ok(())
+    }
+
+    /// Says once a minute which due jobs nobody can run.
+    fn complain(&mut self, unknown: &HashSet<String>) {
+        if unknown.is_empty() || self.complained.is_some_and(|at| at.elapsed() < COMPLAIN_EVERY) {
+            return;
+        }
+        self.complained = Some(Instant::now());
+        let mut kinds: Vec<&str> = unknown.iter().map(String::as_str).collect();
+        kinds.sort_unstable();
+        tracing::warn!(kinds = kinds.join(", "),
+            "jobs of these kinds are due, but no live worker registers them; they wait. \
+             Is a worker missing, or the crate with these jobs not linked?");
+    }
+}
+
+/// Takes back the jobs of sessions whose lease expired; returns how many.
+pub(crate) async fn rescue(store: &dyn Store, orphans: bool) -> Result<u64> {
+    let mut closed = store.close_expired_sessions().await?;
+    if closed.is_empty() && !orphans {
+        return Ok(0);
+    }
+    let mut rescued = 0;
+    loop {
+        let abandoned = store.abandoned(&closed, orphans, STEP).await?;
+        if abandoned.is_empty() {
+            break;
+        }
+        let settlements: Vec<Settlement> = abandoned.iter().map(rescuing).collect();
+        let settled = store.settle(&settlements).await?;
+        let written = settled.iter().filter(|settled| **settled == crate::store::Settled::Written);
+        let written = written.count() as u64;
+        rescued += written;
+        if written == 0 {
+            // Held locked by somebody, such as a handler's open transaction, or settled by another
+            // process meanwhile. Their sessions stay closed; the next pass looks again.
+            let held: HashSet<SessionId> = abandoned.iter().map(|job| job.lease.session).collect();
+            closed.retain(|session| !held.contains(session));
+            break;
+        }
+    }
+    if rescued > 0 {
+        tracing::warn!(jobs = rescued, "rescued jobs whose lease had expired");
+        crate::wake::poke();
+    }
+    if !closed.is_empty() {
+        store.forget_sessions(&closed).await?;
+    }
+    Ok(rescued)
+}
+
+fn rescuing(job: &HeldJob) -> Settlement {
+    Settlement {
+        lease: job.lease,
+        transition: lifecycle::rescue(
+            job.counters,
+            job.limits,
+            job.isolated,
+            job.cancel_requested,
+        ),
+        retention: DEFAULT_RETENTION,
+        doubtful: false,
+    }
+}
+
+/// Finds jobs that were passed by, and returns the kinds that no live session knows.
+///
+/// A job was passed by when a worker that knows its kind has its floor beyond it: it committed
+/// late, or a claim that had locked it was rolled back, or a floor was simply wrong. It is put
+/// first in line. A due job whose kind no worker of its queue knows is parked, so that claims need
+/// not read past it.
+async fn find_late(store: &dyn Store, notes: &mut Notes) -> Result<HashSet<String>> {
+    let horizon = store.horizon().await?;
+    begin_anew_if_due(store, notes, horizon).await?;
+    prove(notes, horizon);
+    let sessions = store.live_sessions().await?;
+    let reach = Reach::new(&sessions);
+    let mut unknown = HashSet::new();
+    for queue in &reach.queues {
+        for band in bands() {
+            let Some(to) = reach.farthest(queue, band) else { continue };
+            let from = notes
+                .floors
+                .iter()
+                .find(|floor| floor.queue == *queue && floor.band == band)
+                .map_or(Floor::START, |floor| floor.floor);
+            let (clean_to, strangers) = look_through(store, &reach, queue, band, from, to).await?;
+            unknown.extend(strangers);
+            let proven = Floor { run_after: Timestamp(notes.proven.unwrap_or(i64::MIN)), id: 0 };
+            let floor = clean_to.min(proven).max(from);
+            match notes.floors.iter_mut().find(|known| known.queue == *queue && known.band == band)
+            {
+                Some(known) => known.floor = floor,
+                None => {
+                    notes.floors.push(QueueFloor { queue: (*queue).to_owned(), band, floor });
+                }
+            }
+        }
+    }
+    for session in &sessions {
+        store.unpark(&session.queues, &session.kinds, STEP).await?;
+    }
+    Ok(unknown)
+}
+
+/// Every now and then, and when the clock stepped back, everything is looked through: jobs from
+/// the beginning, and leases of sessions that do not exist.
+async fn begin_anew_if_due(store: &dyn Store, notes: &mut Notes, horizon: Horizon) -> Result<()> {
+    let now = horizon.now;
+    let stepped_back = notes.proven.is_some_and(|proven| proven > now.0)
+        || notes.mark.is_some_and(|(time, newest)| time > now.0 || newest > horizon.newest);
+    let whole_is_due = now.since(Timestamp(notes.whole_at)) >= WHOLE_EVERY || notes.whole_at > now.0;
+    if stepped_back || whole_is_due {
+        *notes = Notes { whole_at: now.0, ..Notes::default() };
+        rescue(store, true).await?;
+    }
+    Ok(())
+}
+
+/// Moves the proven time forward if every transaction of the mark has ended, and sets a new mark.
+fn prove(notes: &mut Notes, horizon: Horizon) {
+    match notes.mark {
+        Some((time, newest)) => {
+            let ended = horizon.oldest_running >= newest;
+            let settled = horizon.now.since(Timestamp(time)) >= LATE_NUMBER;
+            if ended && settled {
+                notes.proven = Some(time);
+                notes.mark = Some((horizon.now.0, horizon.newest));
+            }
+        }
+        None => notes.mark = Some((horizon.now.0, horizon.newest)),
+    }
+}
+
+/// Looks through a band up to `to`; returns up to where nothing pending is left, and the kinds that
+/// nobody knows.
+async fn look_through(
+    store: &dyn Store,
+    reach: &Reach<'_>,
+    queue: &str,
+    band: i16,
+    from: Floor,
+    to: Floor,
+) -> Result<(Floor, HashSet<String>)> {
+    let mut unknown = HashSet::new();
+    let mut at = from;
+    let mut clean_to = None;
+    for step in 1.. {
+        let found = store.unleased(queue, band, at, to, STEP).await?;
+        let (mut late, mut strangers): (Vec<UnleasedJob>, Vec<UnleasedJob>) = Default::default();
+        for job in &found {
+            let place = Floor { run_after: job.run_after, id: job.id.0 };
+            at = place;
+            match reach.passed(queue, band, &job.kind, place) {
+                Passed::Yes => late.push(job.clone()),
+                Passed::NobodyKnowsIt => {
+                    unknown.insert(job.kind.clone());
+                    strangers.push(job.clone());
+                }
+                // Somebody will come to it: the band is clean up to just before it.
+                Passed::No => {
+                    let before = Floor { run_after: place.run_after, id: place.id - 1 };
+                    clean_to = clean_to.or(Some(before));
+                }
+            }
+        }
+        // In the express band a late job is as far ahead as it can be; moving it makes it claimable.
+        let moved = if late.is_empty() { 0 } else { store.shift(&late, Shift::Hurry).await? };
+        if moved > 0 {
+            tracing::info!(queue, band, jobs = moved, "found jobs that had been passed by");
+            crate::wake::poke();
+        }
+        let parked =
+            if strangers.is_empty() { 0 } else { store.shift(&strangers, Shift::Park).await? };
+        if moved + parked < (late.len() + strangers.len()) as u64 {
+            // Claimed, cancelled or locked meanwhile: look again from here next time.
+            clean_to = clean_to.or(Some(from));
+        }
+        if found.len() < STEP as usize {
+            break;
+        }
+        if step >= STEPS {
+            clean_to = clean_to.or(Some(at));
+            break;
+        }
+    }
+    Ok((clean_to.unwrap_or(to), unknown))
+}
+
+/// How far the live workers have claimed, and what they know.
+struct Reach<'s> {
+    sessions: &'s [LiveSession],
+    queues: Vec<&'s str>,
+    floors: HashMap<(usize, &'s str, i16), Floor>,
+}
+
+enum Passed {
+    Yes,
+    No,
+    NobodyKnowsIt,
+}
+
+impl<'s> Reach<'s> {
+    fn new(sessions: &'s [LiveSession]) -> Self {
+        let mut queues: Vec<&str> =
+            sessions.iter().flat_map(|session| session.queues.iter().map(String::as_str)).collect();
+        queues.sort_unstable();
+        queues.dedup();
+        let mut floors = HashMap::new();
+        for (index, session) in sessions.iter().enumerate() {
+            for floor in &session.floors {
+                floors.insert((index, floor.queue.as_str(), floor.band), floor.floor);
+            }
+        }
+        Self { sessions, queues, floors }
+    }
+
+    /// The farthest floor of any worker in a band.
+    fn farthest(&self, queue: &str, band: i16) -> Option<Floor> {
+        (0..self.sessions.len())
+            .filter_map(|index| self.floors.get(&(index, queue, band)).copied())
+            .max()
+    }
+
+    /// Whether a worker that could have run this job has passed it by.
+    fn passed(&self, queue: &str, band: i16, kind: &str, place: Floor) -> Passed {
+        let mut known = false;
+        for (index, session) in self.sessions.iter().enumerate() {
+            let serves = session.queues.iter().any(|served| served == queue);
+            if serves && session.kinds.iter().any(|registered| registered == kind) {
+                known = true;
+                if self.floors.get(&(index, queue, band)).is_some_and(|floor| *floor >= place) {
+                    return Passed::Yes;
+                }
+            }
+        }
+        if known { Passed::No } else { Passed::NobodyKnowsIt }
+    }
+}

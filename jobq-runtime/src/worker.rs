@@ -1,0 +1,312 @@
+//! What the parts of a running worker share: its jobs, its slots, its sessions.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use jobq_core::job::{JobId, Lease, SessionId, Token};
+use jobq_core::lifecycle::Transition;
+use jobq_core::outcome::AttemptReason;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tracing::Span;
+
+use crate::attempt::Control;
+use crate::floors::Floors;
+use crate::handler::States;
+use crate::job::JobDef;
+use crate::registry::Registry;
+use crate::settler::Finished;
+use crate::store::{DEFAULT_RETENTION, NewSession, Store};
+
+/// One process's share of the work.
+pub(crate) struct Worker {
+    pub(crate) name: String,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) registry: Registry,
+    pub(crate) states: Arc<States>,
+    pub(crate) queues: Vec<Queue>,
+    pub(crate) floors: Mutex<Floors>,
+    pub(crate) sessions: Sessions,
+    pub(crate) stats: Stats,
+    /// Told when a slot becomes free.
+    pub(crate) freed: Arc<Notify>,
+    running: Mutex<HashMap<(JobId, Token), Run>>,
+    settler: mpsc::Sender<Finished>,
+}
+
+/// A queue that this process serves.
+pub(crate) struct Queue {
+    pub(crate) name: String,
+    pub(crate) retention: Option<Duration>,
+    pub(crate) slots: Arc<Semaphore>,
+}
+
+/// A job that this process holds: from its claim until its outcome is written or dropped.
+struct Run {
+    session: SessionId,
+    control: Arc<Control>,
+}
+
+/// The right to run one job of a queue; free again when dropped.
+pub(crate) struct Slot {
+    _permit: OwnedSemaphorePermit,
+    freed: Arc<Notify>,
+}
+
+impl Slot {
+    pub(crate) fn new(permit: OwnedSemaphorePermit, freed: &Arc<Notify>) -> Self {
+        Self { _permit: permit, freed: Arc::clone(freed) }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.freed.notify_one();
+    }
+}
+
+impl Worker {
+    #[allow(clippy::too_many_arguments, reason = "called once, by the runtime that starts it")]
+    pub(crate) fn new(
+        name: String,
+        store: Arc<dyn Store>,
+        registry: Registry,
+        states: Arc<States>,
+        queues: Vec<Queue>,
+        floors: Floors,
+        settler: mpsc::Sender<Finished>,
+    ) -> Self {
+        let sessions = Sessions::new(&registry);
+        Self {
+            name,
+            store,
+            registry,
+            states,
+            queues,
+            floors: Mutex::new(floors),
+            sessions,
+            stats: Stats::default(),
+            freed: Arc::new(Notify::new()),
+            running: Mutex::new(HashMap::new()),
+            settler,
+        }
+    }
+
+    /// How long a finished job of this queue and function is kept.
+    pub(crate) fn retention(&self, queue: &str, def: Option<&JobDef>) -> Duration {
+        def.and_then(|def| def.options.retention)
+            .or_else(|| self.queues.iter().find(|known| known.name == queue)?.retention)
+            .unwrap_or(DEFAULT_RETENTION)
+    }
+
+    /// Notes a job that was claimed; its control is how it can be stopped.
+    pub(crate) fn remember(&self, lease: Lease) -> Arc<Control> {
+        let control = Arc::new(Control::default());
+        let run = Run { session: lease.session, control: Arc::clone(&control) };
+        locked(&self.running).insert((lease.job, lease.token), run);
+        // Its session may have been lost while the claim's reply was on its way.
+        if !self.sessions.is_open(lease.session) {
+            control.lose();
+        }
+        control
+    }
+
+    /// Drops a job whose outcome is written or never will be; its slot is freed after this.
+    pub(crate) fn forget(&self, lease: Lease) {
+        locked(&self.running).remove(&(lease.job, lease.token));
+    }
+
+    pub(crate) fn holds(&self, lease: Lease) -> bool {
+        locked(&self.running).contains_key(&(lease.job, lease.token))
+    }
+
+    pub(crate) fn running_count(&self) -> usize {
+        locked(&self.running).len()
+    }
+
+    /// The jobs this process believes it holds under a session.
+    pub(crate) fn held(&self, session: SessionId) -> Vec<(JobId, Token)> {
+        locked(&self.running)
+            .iter()
+            .filter(|(_, run)| run.session == session)
+            .map(|(key, _)| *key)
+            .collect()
+    }
+
+    /// Calls `tell` with the control of each running job that `wanted` picks.
+    pub(crate) fn tell(
+        &self,
+        wanted: impl Fn((JobId, Token)) -> bool,
+        tell: impl Fn(&Control),
+    ) {
+        for (key, run) in locked(&self.running).iter() {
+            if wanted(*key) {
+                tell(&run.control);
+            }
+        }
+    }
+
+    /// Gives an ended attempt to the settler.
+    pub(crate) async fn settle(&self, finished: Finished) {
+        if let Err(mpsc::error::SendError(finished)) = self.settler.send(finished).await {
+            // The worker is being torn down past its deadline: the lease will expire.
+            finished.span.in_scope(|| tracing::warn!("the outcome came too late to be written"));
+        }
+    }
+
+    /// Notes that a lease was lost and an outcome dropped.
+    pub(crate) fn lost(&self, lease: Lease, span: &Span) {
+        self.stats.leases_lost.fetch_add(1, Ordering::Relaxed);
+        span.in_scope(|| {
+            tracing::warn!(
+                id = lease.job.0,
+                token = lease.token.0,
+                "the lease was lost; the attempt's outcome is dropped"
+            );
+        });
+    }
+
+    /// Gives up a session: everything that runs under it is lost.
+    pub(crate) fn lose_session(&self, session: SessionId, why: &str) {
+        if self.sessions.lose(session) {
+            tracing::error!(session = session.0, "session lost: {why}");
+            for run in locked(&self.running).values().filter(|run| run.session == session) {
+                run.control.lose();
+            }
+            self.freed.notify_one();
+        }
+    }
+
+    /// Opens the sessions that are missing.
+    pub(crate) async fn open_sessions(&self) -> crate::Result<()> {
+        let kinds: Vec<String> =
+            self.registry.kinds().into_iter().map(|(kind, _)| kind.to_owned()).collect();
+        let queues: Vec<String> = self.queues.iter().map(|queue| queue.name.clone()).collect();
+        for lease in self.sessions.missing() {
+            let session = NewSession {
+                // 62 random bits: never zero, never negative, never twice.
+                id: SessionId((rand::random::<i64>() & (i64::MAX >> 1)) + 1),
+                worker: self.name.clone(),
+                lease,
+                kinds: kinds.clone(),
+                queues: queues.clone(),
+            };
+            let before = Instant::now();
+            self.store.open_session(&session).await?;
+            self.sessions.open(lease, session.id, before + lease);
+        }
+        // Jobs that waited for somebody to know their kind; the sweep does the rest.
+        self.store.unpark(&queues, &kinds, 1_000).await?;
+        Ok(())
+    }
+}
+
+/// The sessions of this process, one for each lease length among its jobs.
+pub(crate) struct Sessions(Mutex<Vec<Session>>);
+
+struct Session {
+    lease: Duration,
+    open: Option<OpenSession>,
+}
+
+/// A session that may hold jobs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpenSession {
+    pub(crate) id: SessionId,
+    pub(crate) lease: Duration,
+    /// Until when, on this machine's monotonic clock, the lease is known to be valid.
+    pub(crate) valid_until: Instant,
+}
+
+impl Sessions {
+    fn new(registry: &Registry) -> Self {
+        let mut leases: Vec<Duration> =
+            registry.defs().iter().map(|def| def.options.lease).collect();
+        leases.sort_unstable();
+        leases.dedup();
+        Self(Mutex::new(leases.into_iter().map(|lease| Session { lease, open: None }).collect()))
+    }
+
+    fn missing(&self) -> Vec<Duration> {
+        let sessions = locked(&self.0);
+        sessions.iter().filter(|session| session.open.is_none()).map(|s| s.lease).collect()
+    }
+
+    fn open(&self, lease: Duration, id: SessionId, valid_until: Instant) {
+        for session in locked(&self.0).iter_mut().filter(|session| session.lease == lease) {
+            session.open = Some(OpenSession { id, lease, valid_until });
+        }
+    }
+
+    /// The open sessions.
+    pub(crate) fn all_open(&self) -> Vec<OpenSession> {
+        locked(&self.0).iter().filter_map(|session| session.open).collect()
+    }
+
+    /// For each lease length its session; `None` while one is missing.
+    pub(crate) fn by_lease(&self) -> Option<HashMap<Duration, SessionId>> {
+        locked(&self.0).iter().map(|s| s.open.map(|open| (s.lease, open.id))).collect()
+    }
+
+    fn is_open(&self, id: SessionId) -> bool {
+        locked(&self.0).iter().any(|session| session.open.is_some_and(|open| open.id == id))
+    }
+
+    /// Notes until when a session's lease is valid, unless it was lost meanwhile.
+    pub(crate) fn extend(&self, id: SessionId, valid_until: Instant) {
+        for open in locked(&self.0).iter_mut().filter_map(|session| session.open.as_mut()) {
+            if open.id == id {
+                open.valid_until = open.valid_until.max(valid_until);
+            }
+        }
+    }
+
+    fn lose(&self, id: SessionId) -> bool {
+        let mut sessions = locked(&self.0);
+        let found =
+            sessions.iter_mut().find(|session| session.open.is_some_and(|open| open.id == id));
+        found.is_some_and(|session| session.open.take().is_some())
+    }
+
+    /// When the first lease ends.
+    pub(crate) fn first_end(&self) -> Option<Instant> {
+        self.all_open().iter().map(|open| open.valid_until).min()
+    }
+}
+
+/// What a worker has counted since it started.
+#[derive(Debug, Default)]
+pub(crate) struct Stats {
+    pub(crate) completed: AtomicU64,
+    pub(crate) failed: AtomicU64,
+    pub(crate) dead: AtomicU64,
+    pub(crate) cancelled: AtomicU64,
+    pub(crate) released: AtomicU64,
+    pub(crate) leases_lost: AtomicU64,
+    pub(crate) rescued: AtomicU64,
+    pub(crate) restarts: AtomicU64,
+}
+
+impl Stats {
+    pub(crate) fn count(&self, transition: &Transition) {
+        let counter = match transition {
+            Transition::Complete { .. } => &self.completed,
+            Transition::Requeue { record: Some(record), .. }
+                if record.reason == AttemptReason::Interrupted =>
+            {
+                &self.released
+            }
+            Transition::Requeue { record: Some(_), .. } => &self.failed,
+            Transition::Requeue { record: None, .. } => return,
+            Transition::Bury { .. } => &self.dead,
+            Transition::Cancel { .. } => &self.cancelled,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Locks a mutex whose data stays right even if a holder panicked: no change here has a middle.
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,8 @@
+use jobq::job;
+
+#[job]
+async fn greet<'a>(name: &'a str) {
+    println!("{name}");
+}
+
+fn main() {}

@@ -1,0 +1,6 @@
+use jobq::job;
+
+#[job]
+fn resize(image_ids: ...) {}
+
+fn main() {}

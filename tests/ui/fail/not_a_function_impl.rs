@@ -1,0 +1,8 @@
+use jobq::job;
+
+struct Images;
+
+#[job]
+impl Images {}
+
+fn main() {}

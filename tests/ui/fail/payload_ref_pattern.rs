@@ -1,0 +1,8 @@
+use jobq::job;
+
+#[job]
+async fn greet(ref name: String) {
+    println!("{name}");
+}
+
+fn main() {}

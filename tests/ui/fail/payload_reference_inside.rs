@@ -1,0 +1,8 @@
+use jobq::job;
+
+#[job]
+async fn greet(names: Vec<Option<&str>>) {
+    println!("{names:?}");
+}
+
+fn main() {}

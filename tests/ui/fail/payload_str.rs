@@ -1,0 +1,8 @@
+use jobq::job;
+
+#[job]
+async fn greet(name: &str) {
+    println!("{name}");
+}
+
+fn main() {}

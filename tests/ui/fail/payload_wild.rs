@@ -1,0 +1,6 @@
+use jobq::job;
+
+#[job]
+async fn resize(_: i64) {}
+
+fn main() {}
