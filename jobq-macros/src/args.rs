@@ -10,11 +10,10 @@ use std::time::Duration;
 use jobq_core::retry::Backoff;
 use jobq_core::{duration, queue};
 use proc_macro2::{Span, TokenStream, TokenTree};
-use quote::ToTokens;
+use quote::{ToTokens, quote};
 use syn::ext::IdentExt;
 use syn::parse::discouraged::Speculative;
 use syn::parse::{ParseStream, Parser};
-use syn::spanned::Spanned;
 use syn::{Expr, ExprLit, ExprUnary, Ident, Lit, LitStr, Path, Token, UnOp};
 
 /// Everything that is wrong with one job function.
@@ -128,7 +127,7 @@ impl Options {
             krate: None,
             register: true,
         };
-        for entry in entries(tokens, "#[job]", OPTIONS, problems) {
+        for entry in entries(tokens, "`#[job]`", OPTIONS, problems) {
             let problems = &mut *problems;
             match entry.key {
                 "queue" => options.queue = entry.name("queue", problems),
@@ -329,7 +328,7 @@ fn distance(a: &str, b: &str) -> usize {
 }
 
 /// A number that an option takes, and what it must be.
-trait Number: Sized {
+pub(crate) trait Number: Sized {
     const WHAT: &'static str;
 
     /// Reads a literal with its sign; `None` if it is no such number at all.
@@ -338,10 +337,13 @@ trait Number: Sized {
     /// What is wrong with the number as the value of `key`, in the words of
     /// `JobOptions::checked`.
     fn problem(&self, key: &str) -> Option<&'static str>;
+
+    /// Its type, in code.
+    fn ty() -> TokenStream;
 }
 
 /// The number is beyond its type.
-struct TooLarge;
+pub(crate) struct TooLarge;
 
 fn integer<T: TryFrom<i128>>(literal: &Lit, negative: bool) -> Option<Result<T, TooLarge>> {
     let Lit::Int(literal) = literal else { return None };
@@ -373,6 +375,10 @@ impl Number for u32 {
             _ => None,
         }
     }
+
+    fn ty() -> TokenStream {
+        quote!(::core::primitive::u32)
+    }
 }
 
 impl Number for i16 {
@@ -385,6 +391,10 @@ impl Number for i16 {
     fn problem(&self, _: &str) -> Option<&'static str> {
         (!queue::PRIORITIES.contains(self))
             .then_some("`priority` must be from -4 (last) to 4 (first)")
+    }
+
+    fn ty() -> TokenStream {
+        quote!(::core::primitive::i16)
     }
 }
 
@@ -407,6 +417,10 @@ impl Number for f64 {
 
     fn problem(&self, _: &str) -> Option<&'static str> {
         (*self < 1.0).then_some("`backoff` needs a `factor` of at least 1")
+    }
+
+    fn ty() -> TokenStream {
+        quote!(::core::primitive::f64)
     }
 }
 
@@ -453,7 +467,7 @@ impl Entry {
             }
         };
         let mut names = Vec::new();
-        let mut refuse = |place: TokenStream, problems: &mut Problems| {
+        let refuse = |place: TokenStream, problems: &mut Problems| {
             let words = format!("`aliases` takes string literals: `{}`", self.example);
             problems.at(place, words);
         };
@@ -659,11 +673,23 @@ fn split_at_commas(tokens: TokenStream) -> Vec<TokenStream> {
 }
 
 impl<T> Value<T> {
-    /// Where a `const` value is written.
-    pub(crate) fn place(&self) -> Option<Span> {
+    /// Where a `const` value begins and ends.
+    pub(crate) fn place(&self) -> Option<(Span, Span)> {
         match self {
             Self::Literal(_) => None,
-            Self::Const(value) => Some(value.span()),
+            Self::Const(value) => {
+                let mut spans = value.to_token_stream().into_iter().map(|tree| tree.span());
+                let first = spans.next()?;
+                Some((first, spans.last().unwrap_or(first)))
+            }
         }
+    }
+}
+
+impl BackoffOptions {
+    /// Whether one of the values is a `const` expression.
+    pub(crate) fn has_const(&self) -> bool {
+        let is_const = |value: &Option<Value<Duration>>| matches!(value, Some(Value::Const(_)));
+        is_const(&self.base) || is_const(&self.cap) || matches!(self.factor, Some(Value::Const(_)))
     }
 }

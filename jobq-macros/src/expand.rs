@@ -15,9 +15,9 @@ use proc_macro2::{Ident, Literal, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::ext::IdentExt;
 use syn::spanned::Spanned;
-use syn::{ReturnType, Type};
+use syn::{Expr, ReturnType, Type};
 
-use crate::args::{BackoffOptions, Options, Value};
+use crate::args::{BackoffOptions, Number, Options, Value};
 use crate::handler::{Form, JobFn, Param, Role};
 
 /// The expansion of a function without mistakes.
@@ -31,11 +31,14 @@ pub(crate) fn job(function: &JobFn, options: &Options) -> TokenStream {
     let methods = methods(function, &jobq, &twin, &payload_type);
     let runner = runner(function, &private, &twin, &payload_type);
     let def = def(function, options, &jobq, &twin);
-    let options_const = options_const(options, &jobq);
+    let here = Span::call_site();
+    let checked = checked(&jobq, &fields(options, &jobq, true), (here, here));
     let register = options.register.then(|| quote!(#private::register! { #twin }));
     let deprecated = function.attrs.iter().any(|attr| attr.path().is_ident("deprecated"));
     let allow_deprecated = deprecated.then(|| quote!(#[allow(deprecated)]));
     let kind = function.kind(options);
+    // A payload that is not `Send` is an error here.
+    let payload_place = respan(&payload_type, twin.span());
     quote! {
         #function
         #declaration
@@ -47,10 +50,11 @@ pub(crate) fn job(function: &JobFn, options: &Options) -> TokenStream {
             #payload
             #methods
             #runner
-            #options_const
+            // Evaluated whether or not the job is used.
+            const _: #jobq::JobOptions = #checked;
             #[automatically_derived]
             impl #jobq::Job for #twin {
-                type Payload = #payload_type;
+                type Payload = #payload_place;
                 const NAME: &'static ::core::primitive::str = #kind;
                 const DEF: &'static #jobq::JobDef = #def;
             }
@@ -139,8 +143,8 @@ fn signature(function: &JobFn, private: &TokenStream, twin: &Ident) -> TokenStre
 
 /// The payload's declaration, and its type.
 ///
-/// It is generic over the twin where serde shall see `Param::Type`, which is always fit to be
-/// stored, and not the user's type, which may not be, and would then cause errors without end.
+/// It is generic over the twin where serde shall see `Param::Type`, which always can be stored,
+/// and not the user's type, which may not, and would then cause one error after the other.
 fn payload(function: &JobFn, private: &TokenStream, twin: &Ident) -> (TokenStream, TokenStream) {
     let mut bounds = Vec::new();
     let mut fields = Vec::new();
@@ -155,7 +159,7 @@ fn payload(function: &JobFn, private: &TokenStream, twin: &Ident) -> (TokenStrea
             Form::Custom => None,
         };
         let ty = match &role {
-            Some(role) => quote!(<__J as #role>::Type),
+            Some(role) => quote!(#private::Field<<__J as #role>::Type>),
             None => param.ty.to_token_stream(),
         };
         whole |= *form == Form::Whole;
@@ -203,9 +207,11 @@ fn methods(
             quote!(#name: #ty)
         })
         .collect();
-    let new = quote! {
-        #jobq::NewJob::of::<Self>(&#payload_type { #(#names),* })
-    };
+    let fields = function.payload().zip(&names).map(|(param, name)| match param.role {
+        Role::Payload { form: Form::Custom, .. } => quote!(#name),
+        _ => quote!(#name: #jobq::__private::Field(#name)),
+    });
+    let new = quote!(#jobq::NewJob::of::<Self>(&#payload_type { #(#fields),* }));
     let target = target_name(&names);
     let enqueue = quote!(Self::new(#(#names),*).enqueue(#target).await);
     method_impl(function, jobq, twin, &target, &params, &new, &enqueue)
@@ -280,9 +286,10 @@ fn runner(
     let arguments = function.params.iter().enumerate().map(|(n, param)| {
         let local = local(n);
         match param.role {
-            Role::Payload { .. } => {
+            Role::Payload { form, .. } => {
                 let name = field_name(param);
-                quote!(__jobq_payload.#name)
+                let unwrap = (form != Form::Custom).then(|| quote!(.0));
+                quote!(__jobq_payload.#name #unwrap)
             }
             Role::Injected => quote!(#local),
             Role::InjectedRef => quote!(&#local),
@@ -291,8 +298,8 @@ fn runner(
     let awaited = function.sig.asyncness.map(|_| quote!(.await));
     let body = quote! {
         let __jobq_payload = match __jobq_call.payload::<#payload_type>() {
-            ::core::result::Result::Ok(payload) => payload,
-            ::core::result::Result::Err(outcome) => return outcome,
+            ::core::result::Result::Ok(__jobq_payload) => __jobq_payload,
+            ::core::result::Result::Err(__jobq_outcome) => return __jobq_outcome,
         };
         #(#injected)*
         ::core::mem::drop(__jobq_call);
@@ -316,91 +323,83 @@ fn runner(
 fn def(function: &JobFn, options: &Options, jobq: &TokenStream, twin: &Ident) -> TokenStream {
     let private = quote!(#jobq::__private);
     let aliases = &options.aliases;
+    let fields = fields(options, jobq, false);
     let needs = function.params.iter().enumerate().filter_map(|(n, param)| {
         let n = index(n);
         (!matches!(param.role, Role::Payload { .. }))
-            .then(|| quote!(#private::need::<#twin, __Jobq, #n>()))
+            .then(|| quote!(#private::need::<#twin, __Jobq, #n>(&mut __jobq_needs);))
     });
+    let needs: TokenStream = needs.collect();
+    let needs = if needs.is_empty() {
+        quote!(::std::vec::Vec::new)
+    } else {
+        quote!(|| {
+            let mut __jobq_needs = ::std::vec::Vec::new();
+            #needs
+            __jobq_needs
+        })
+    };
     let handler = if function.sig.asyncness.is_some() { quote!(Async) } else { quote!(Blocking) };
     quote! {
         &#jobq::JobDef {
             kind: <Self as #jobq::Job>::NAME,
             aliases: &[#(#aliases),*],
-            options: __JOBQ_OPTIONS,
+            options: #jobq::JobOptions { #fields ..#jobq::JobOptions::DEFAULT },
             file: ::core::file!(),
             line: ::core::line!(),
-            needs: || ::std::vec::Vec::from_iter([#(#needs),*].into_iter().flatten()),
+            needs: #needs,
             handler: #private::Handler::#handler(__jobq_run),
         }
     }
 }
 
-/// The options, in a constant of their own: the compiler evaluates it whether or not it is used,
-/// and so checks every job's options.
-fn options_const(options: &Options, jobq: &TokenStream) -> TokenStream {
-    let mut fields = Vec::new();
-    let mut set = |name: &str, value: Option<TokenStream>| {
+/// The fields of `JobOptions` that were given. Where `checks` are wanted, each `const` expression
+/// is checked by itself, so that it is the place of the error.
+fn fields(options: &Options, jobq: &TokenStream, checks: bool) -> TokenStream {
+    let field = |name: &str, place: Option<(Span, Span)>, value: TokenStream| {
         let name = Ident::new(name, Span::call_site());
-        fields.extend(value.map(|value| quote!(#name: #value,)));
+        match place {
+            Some(place) if checks => {
+                let checked = checked(jobq, &quote!(#name: #value,), place);
+                quote!(#name: #checked.#name,)
+            }
+            _ => quote!(#name: #value,),
+        }
     };
-    let checked = |name: &str, place: Option<Span>, value: TokenStream| {
-        checked_alone(jobq, name, place, &value)
-    };
-    let duration = |name: &str, value: &Option<Value<Duration>>, optional: bool| {
-        let value = value.as_ref()?;
-        let tokens = duration(value);
-        let some = quote!(::core::option::Option::Some(#tokens));
-        Some(checked(name, value.place(), if optional { some } else { tokens }))
-    };
-    set("queue", options.queue.as_ref().map(ToTokens::to_token_stream));
-    set("lease", duration("lease", &options.lease, false));
-    set("timeout", duration("timeout", &options.timeout, true));
-    set("retention", duration("retention", &options.retention, true));
-    set("max_attempts", options.max_attempts.as_ref().map(|value| {
-        checked("max_attempts", value.place(), number(value))
-    }));
-    set("max_crashes", options.max_crashes.as_ref().map(|value| {
-        checked("max_crashes", value.place(), number(value))
-    }));
-    set("priority", options.priority.as_ref().map(|value| {
-        checked("priority", value.place(), number(value))
-    }));
-    set("backoff", options.backoff.as_ref().map(|value| backoff(value, jobq)));
-    quote! {
-        const __JOBQ_OPTIONS: #jobq::JobOptions =
-            #jobq::JobOptions { #(#fields)* ..#jobq::JobOptions::DEFAULT }.checked();
-    }
+    let some = |value| quote!(::core::option::Option::Some(#value));
+    let Options { queue, lease, timeout, retention, .. } = options;
+    let Options { max_attempts, max_crashes, priority, .. } = options;
+    let queue = queue.as_ref().map(|name| quote!(queue: #name,));
+    let lease = lease.as_ref().map(|it| field("lease", it.place(), duration(it)));
+    let timeout = timeout.as_ref().map(|it| field("timeout", it.place(), some(duration(it))));
+    let retention = retention.as_ref().map(|it| field("retention", it.place(), some(duration(it))));
+    let attempts = max_attempts.as_ref().map(|it| field("max_attempts", it.place(), number(it)));
+    let crashes = max_crashes.as_ref().map(|it| field("max_crashes", it.place(), number(it)));
+    let priority = priority.as_ref().map(|it| field("priority", it.place(), number(it)));
+    let backoff = options.backoff.as_ref().map(|given| {
+        let place = given.has_const().then_some((given.span, given.span));
+        field("backoff", place, backoff(given, jobq))
+    });
+    quote!(#queue #lease #timeout #retention #attempts #crashes #priority #backoff)
 }
 
 fn backoff(backoff: &BackoffOptions, jobq: &TokenStream) -> TokenStream {
     let base = backoff.base.as_ref().map(duration).map(|value| quote!(base: #value,));
     let factor = backoff.factor.as_ref().map(number).map(|value| quote!(factor: #value,));
     let cap = backoff.cap.as_ref().map(duration).map(|value| quote!(cap: #value,));
-    let value = quote! {
-        #jobq::__private::Backoff { #base #factor #cap ..#jobq::__private::Backoff::DEFAULT }
-    };
-    let given = [&backoff.base, &backoff.cap].into_iter().flatten().find_map(Value::place);
-    let place = given.or_else(|| backoff.factor.as_ref().and_then(Value::place));
-    checked_alone(jobq, "backoff", place.map(|_| backoff.span), &value)
+    quote!(#jobq::__private::Backoff { #base #factor #cap ..#jobq::__private::Backoff::DEFAULT })
 }
 
-/// The value of a field; if it is a `const` expression, checked at its place.
-fn checked_alone(
-    jobq: &TokenStream,
-    field: &str,
-    place: Option<Span>,
-    value: &TokenStream,
-) -> TokenStream {
-    let Some(place) = place.map(in_place) else { return value.clone() };
-    let field = Ident::new(field, place);
-    let options = respan(quote!(#jobq::JobOptions), place);
+/// The default options but for these fields, checked from the first to the last place.
+fn checked(jobq: &TokenStream, fields: &TokenStream, (first, last): (Span, Span)) -> TokenStream {
+    let options = respan(&quote!(#jobq::JobOptions), in_place(first));
     let default = quote!(#jobq::JobOptions::DEFAULT);
-    quote_spanned!(place=> #options { #field: #value, ..#default }.checked().#field)
+    quote_spanned!(in_place(last)=> #options { #fields ..#default }.checked())
 }
 
 fn duration(value: &Value<Duration>) -> TokenStream {
     match value {
-        Value::Const(value) => value.to_token_stream(),
+        Value::Const(value) => typed(&quote!(::core::time::Duration), value),
         Value::Literal(duration) => {
             let millis = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
             quote!(::core::time::Duration::from_millis(#millis))
@@ -408,11 +407,18 @@ fn duration(value: &Value<Duration>) -> TokenStream {
     }
 }
 
-fn number<T: ToTokens>(value: &Value<T>) -> TokenStream {
+fn number<T: Number + ToTokens>(value: &Value<T>) -> TokenStream {
     match value {
-        Value::Const(value) => value.to_token_stream(),
+        Value::Const(value) => typed(&T::ty(), value),
         Value::Literal(number) => number.to_token_stream(),
     }
+}
+
+/// A `const` expression, whose type is wrong there and nowhere else.
+fn typed(ty: &TokenStream, value: &Expr) -> TokenStream {
+    let place = in_place(value.span());
+    let ty = respan(ty, place);
+    quote_spanned!(place=> { let __jobq_value: #ty = #value; __jobq_value })
 }
 
 /// Where jobq is.
@@ -483,8 +489,9 @@ fn in_place_of(tokens: TokenStream) -> TokenStream {
         .collect()
 }
 
-fn respan(tokens: TokenStream, span: Span) -> TokenStream {
+fn respan(tokens: &TokenStream, span: Span) -> TokenStream {
     tokens
+        .clone()
         .into_iter()
         .map(|mut tree| {
             tree.set_span(span);

@@ -172,6 +172,7 @@ impl JobFn {
             other => {
                 let place = other.map_or_else(|| sig.fn_token.to_token_stream(), Into::into);
                 problems.at(place, "a job function needs a body: write `{ .. }`");
+                self.attrs.push(syn::parse_quote!(#[allow(unused_variables)]));
                 self.body = quote!({ loop {} });
             }
         }
@@ -311,6 +312,10 @@ impl Param {
     }
 }
 
+/// What serde takes on a field and may ask of its type what we do not know.
+const SERDE_WORDS: [&str; 6] =
+    ["default", "with", "serialize_with", "deserialize_with", "skip_serializing_if", "bound"];
+
 /// The attributes of a parameter that are ours.
 #[derive(Default)]
 struct Marks {
@@ -373,6 +378,15 @@ impl Marks {
                     self.broken = true;
                 }
                 "rename" | "alias" | "flatten" => {}
+                _ if !SERDE_WORDS.contains(&&*word) => {
+                    let known = SERDE_WORDS.join("`, `");
+                    let words = format!(
+                        "serde has no attribute `{word}` that fits a parameter; there are `rename`, \
+                         `alias`, `flatten`, `{known}`"
+                    );
+                    problems.at(meta, words);
+                    self.broken = true;
+                }
                 "default" if matches!(meta, Meta::Path(_)) && self.form == Form::Plain => {
                     self.form = Form::Default;
                 }
@@ -456,7 +470,13 @@ fn fits_payload(ty: &Type, generic: bool, problems: &mut Problems) -> bool {
     match first_misfit(ty.to_token_stream(), false) {
         None => return true,
         Some(Misfit::Reference(place)) => {
-            let owned = owned_form(&place);
+            let mut owned = owned_form(&place);
+            if let Type::Reference(reference) = peel(ty)
+                && !ends_in(&reference.elem, "str")
+                && matches!(peel(&reference.elem), Type::Path(_))
+            {
+                owned += "; if the runtime injects it, take it by value and mark it `#[inject]`";
+            }
             let words = format!(
                 "a payload is owned, because it is read back from the database; {owned}"
             );

@@ -11,8 +11,8 @@ use std::time::Duration;
 use jobq_core::outcome::{AttemptReason, Outcome};
 use jobq_core::payload;
 use jobq_core::text::error_chain;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use tokio_util::sync::CancellationToken;
 
 use crate::context::JobContext;
@@ -194,19 +194,50 @@ fn failure(error: &(dyn StdError + 'static)) -> Outcome {
 }
 
 /// A parameter that is part of a job's payload.
+///
+/// It has methods instead of serde's traits as supertraits: those would be what the compiler
+/// complains about, one by one, instead of this.
 #[doc(hidden)]
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is neither a payload (`Serialize + DeserializeOwned`) nor injectable; \
                did you mean `State<{Self}>`?",
     label = "cannot be stored with the job",
-    note = "for a payload, derive `serde::Serialize` and `serde::Deserialize` on it; for something \
-            of the application, write `State(name): State<{Self}>` and give it to the runtime with \
+    note = "for a payload, derive `serde::Serialize` and `serde::Deserialize`; for something of the \
+            application, write `State(name): State<{Self}>` and give it to the runtime with \
             `.state(value)`"
 )]
-pub trait PayloadField: Serialize + DeserializeOwned {}
+pub trait PayloadField: Sized {
+    fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error>;
+    fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error>;
+}
 
 #[diagnostic::do_not_recommend]
-impl<T: Serialize + DeserializeOwned> PayloadField for T {}
+impl<T: Serialize + DeserializeOwned> PayloadField for T {
+    fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.serialize(serializer)
+    }
+
+    fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::deserialize(deserializer)
+    }
+}
+
+/// A field of a payload; serde sees right through it.
+#[doc(hidden)]
+#[derive(Default)]
+pub struct Field<T>(pub T);
+
+impl<T: PayloadField> Serialize for Field<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.write(serializer)
+    }
+}
+
+impl<'de, T: PayloadField> Deserialize<'de> for Field<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        T::read(deserializer).map(Self)
+    }
+}
 
 /// The type of parameter `N` of a job function, which is part of the payload.
 ///
@@ -243,10 +274,10 @@ pub fn inject<J: Injected<K, N>, K, const N: usize>(call: &Call) -> J::Type {
     Inject::inject(call)
 }
 
-/// What the injected parameter `N` of `J` needs.
+/// Adds what the injected parameter `N` of `J` needs.
 #[doc(hidden)]
-pub fn need<J: Injected<K, N>, K, const N: usize>() -> Option<Need> {
-    <J::Type as Inject>::need()
+pub fn need<J: Injected<K, N>, K, const N: usize>(needs: &mut Vec<Need>) {
+    needs.extend(<J::Type as Inject>::need());
 }
 
 /// Turns what `J` returned into an outcome.

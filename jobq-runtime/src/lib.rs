@@ -31,6 +31,9 @@ mod wake;
 #[cfg(feature = "runtime")]
 mod worker;
 
+#[cfg(all(test, feature = "runtime"))]
+mod conformance;
+
 pub use client::{Client, ClientOptions, Within};
 pub use context::{CompleteTarget, JobContext};
 pub use enqueue::{EnqueueTarget, Enqueued, enqueue_many};
@@ -56,8 +59,8 @@ pub mod __private {
     pub use serde;
 
     pub use crate::handler::{
-        BoxFuture, Call, DefaultParam, Handler, Injected, Need, Param, PayloadField, Returned,
-        inject, need, outcome,
+        BoxFuture, Call, DefaultParam, Field, Handler, Injected, Need, Param, PayloadField,
+        Returned, inject, need, outcome,
     };
     pub use crate::__register as register;
     #[cfg(feature = "runtime")]

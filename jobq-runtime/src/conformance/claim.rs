@@ -1,0 +1,117 @@
+//! Claims: who is given which job.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use jobq_core::lifecycle::{self, Counters};
+
+use super::bed::{Bed, job};
+use crate::store::{Floor, Settled};
+
+const LEASE: Duration = Duration::from_secs(60);
+
+pub(super) async fn f1_each_claim_raises_the_token_and_the_attempt(bed: Bed) {
+    let id = bed.one().await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    for n in 1..=3 {
+        let claimed = worker.claim_one().await;
+        assert_eq!(claimed.lease.job, id);
+        assert_eq!(claimed.lease.token.0, n);
+        assert_eq!(claimed.counters.attempt, 1, "a release gives the attempt back");
+        let released = lifecycle::release(claimed.counters);
+        assert_eq!(bed.settle(claimed.lease, released).await, Settled::Written);
+    }
+    assert!(worker.claim(1).await[0].lease.token.0 == 4, "a token never goes down");
+}
+
+/// Claims and releases from many sessions at once, and checks an independent log: each claim of
+/// a job must have a token no other claim of it had, and start only after the one before ended.
+pub(super) async fn f1_many_claimers_never_share_a_job(bed: Bed) {
+    const CLAIMERS: usize = 8;
+    const JOBS: usize = 200;
+    let claims: u64 = std::env::var("JOBQ_TEST_CLAIMS")
+        .map_or(20_000, |claims| claims.parse().expect("JOBQ_TEST_CLAIMS is a number"));
+    bed.enqueue((0..JOBS).map(|_| job("k")).collect()).await;
+    let held: Mutex<HashMap<i64, i64>> = Mutex::new(HashMap::new());
+    let last: Mutex<HashMap<i64, i64>> = Mutex::new(HashMap::new());
+    let done = AtomicU64::new(0);
+    let worker_loop = || async {
+        let worker = bed.session(LEASE, &["k"]).await;
+        let mut turn = worker.id.0;
+        while done.load(Ordering::Relaxed) < claims {
+            let jobs = worker.claim(20).await;
+            {
+                let mut held = held.lock().expect("no test thread panicked");
+                let mut last = last.lock().expect("no test thread panicked");
+                for job in &jobs {
+                    let (id, token) = (job.lease.job.0, job.lease.token.0);
+                    assert_eq!(held.insert(id, token), None, "job {id} was claimed twice");
+                    let before = last.insert(id, token).unwrap_or(0);
+                    assert_eq!(token, before + 1, "job {id} skipped or repeated a token");
+                }
+            }
+            done.fetch_add(jobs.len() as u64, Ordering::Relaxed);
+            let mut settlements = Vec::new();
+            for job in jobs {
+                held.lock().expect("no test thread panicked").remove(&job.lease.job.0);
+                turn = turn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let transition = if turn & 0x1_0000_0000 == 0 {
+                    lifecycle::release(job.counters)
+                } else {
+                    lifecycle::settle(
+                        jobq_core::outcome::Outcome::Snoozed { delay: Duration::ZERO },
+                        Counters { interruptions: 0, ..job.counters },
+                        job.limits,
+                        &jobq_core::retry::Backoff::DEFAULT,
+                        0.0,
+                    )
+                };
+                settlements.push(crate::store::Settlement {
+                    lease: job.lease,
+                    transition,
+                    retention: LEASE,
+                    doubtful: false,
+                });
+            }
+            for settled in bed.store.settle(&settlements).await.expect("settles") {
+                assert_eq!(settled, Settled::Written);
+            }
+        }
+    };
+    let loops: Vec<_> = (0..CLAIMERS).map(|_| worker_loop()).collect();
+    join_all(loops).await;
+    assert!(done.load(Ordering::Relaxed) >= claims);
+}
+
+async fn join_all<F: Future<Output = ()>>(futures: Vec<F>) {
+    let mut futures: Vec<_> = futures.into_iter().map(Box::pin).collect();
+    std::future::poll_fn(|context| {
+        futures.retain_mut(|future| future.as_mut().poll(context).is_pending());
+        if futures.is_empty() { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    })
+    .await;
+}
+
+pub(super) async fn o1_higher_priority_first_then_time_then_id(bed: Bed) {
+    let mut jobs = Vec::new();
+    for priority in [0, -4, 4, 0, 1] {
+        let mut job = job("k");
+        job.priority = priority;
+        jobs.push(job);
+    }
+    let ids = bed.enqueue(jobs).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let claimed: Vec<_> = worker.claim(10).await.iter().map(|job| job.lease.job).collect();
+    assert_eq!(claimed, [ids[2], ids[4], ids[0], ids[3], ids[1]]);
+}
+
+pub(super) async fn r5_a_kind_nobody_asked_for_is_never_claimed(bed: Bed) {
+    bed.enqueue(vec![job("stranger"), job("k"), job("stranger")]).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let claimed = worker.claim_from(10, Floor::START).await;
+    assert_eq!(claimed.jobs.len(), 1);
+    assert_eq!(claimed.jobs[0].kind, "k");
+    assert_eq!(bed.number("select count(*) from jobq.jobs where kind = 'stranger' and attempt + token > 0").await, 0);
+}

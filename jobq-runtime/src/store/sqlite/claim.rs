@@ -1,0 +1,440 @@
+//! Sessions, heartbeats and claims.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use jobq_core::job::{JobId, Lease, SessionId, Token};
+use jobq_core::lifecycle::{Counters, Limits};
+use jobq_core::time::{Timestamp, micros};
+use sqlx::Row;
+use sqlx::sqlite::{SqliteConnection, SqliteRow};
+
+use super::{
+    Beat, BeatReply, Claim, Claimed, Floor, HEARTBEATS_FIRST, NewSession, Schema, SqliteStore,
+    count, json, sql,
+};
+use crate::store::{ClaimedJob, metadata_map, tags_list};
+
+impl SqliteStore {
+    pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
+        let (schema, session) = (self.schema.clone(), session.clone());
+        self.write(async move |locked| {
+            sqlx::query(sql(
+                &schema,
+                "insert into jobq_sessions (id, worker, lease, leased_until, kinds, queues)
+                 values (?1, ?2, ?3, now_us() + ?3, ?4, ?5)",
+            ))
+            .bind(session.id.0)
+            .bind(session.worker)
+            .bind(micros(session.lease))
+            .bind(json(session.kinds))
+            .bind(json(session.queues))
+            .execute(&mut **locked)
+            .await?;
+            Ok(())
+        })
+        .await
+    }
+
+    pub(super) async fn close_session(&self, session: SessionId) -> sqlx::Result<()> {
+        let schema = self.schema.clone();
+        self.write(async move |locked| {
+            // Moved, not deleted: should a job still be held under it, the sweep finds it there.
+            sqlx::query(sql(
+                &schema,
+                "insert into jobq_closed_sessions (id, worker, leased_until)
+                 select id, worker, leased_until from jobq_sessions where id = ?1",
+            ))
+            .bind(session.0)
+            .execute(&mut **locked)
+            .await?;
+            sqlx::query(sql(&schema, "delete from jobq_sessions where id = ?1"))
+                .bind(session.0)
+                .execute(&mut **locked)
+                .await?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// Looks first and writes only if there is something to claim: an idle worker's poll must not
+    /// keep others from writing.
+    ///
+    /// A session may have expired only because somebody kept the file locked, its heartbeats
+    /// included. So an expired session gets the time to be extended, and counts as expired only
+    /// if the lock was to be had meanwhile.
+    pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
+        let wanted = Wanted::new(claim);
+        loop {
+            let mut reader = self.reader().await?;
+            let look = look(&mut reader, &self.schema, &wanted).await?;
+            drop(reader);
+            if look.sessions == Sessions::Live && look.due.is_empty() {
+                return Ok(look.empty_handed());
+            }
+            if look.sessions == Sessions::Expired {
+                tokio::time::sleep(HEARTBEATS_FIRST).await;
+            }
+            let (schema, wanted) = (self.schema.clone(), wanted.clone());
+            let claimed = self.write(async move |locked| {
+                let look = self::look(locked, &schema, &wanted).await?;
+                match look.sessions {
+                    Sessions::Live => take(locked, &schema, &wanted, look).await.map(Some),
+                    Sessions::Expired if locked.waited > HEARTBEATS_FIRST => Ok(None),
+                    Sessions::Expired | Sessions::Closed => Ok(Some(look.empty_handed())),
+                }
+            });
+            if let Some(claimed) = claimed.await? {
+                return Ok(claimed);
+            }
+        }
+    }
+
+    pub(super) async fn next_due(
+        &self,
+        queues: &[String],
+        kinds: &[String],
+    ) -> sqlx::Result<Option<Duration>> {
+        let bands: Vec<i16> = jobq_core::queue::bands().collect();
+        let mut reader = self.reader().await?;
+        let wait: Option<i64> = sqlx::query_scalar(self.sql(
+            "select min((
+                 select run_after
+                 from jobq_jobs
+                 where queue = wanted.value
+                   and band = band.value
+                   and run_after > now_us()
+                   and run_after < 9223372036854775807
+                   and leased_by = 0
+                   and kind in (select value from json_each(?3))
+                 order by run_after
+                 limit 1
+             )) - now_us()
+             from json_each(?1) as wanted
+             cross join json_each(?2) as band",
+        ))
+        .bind(json(queues))
+        .bind(json(bands))
+        .bind(json(kinds))
+        .fetch_one(&mut *reader)
+        .await?;
+        Ok(wait.map(|wait| Duration::from_micros(wait.max(0).unsigned_abs())))
+    }
+
+    pub(super) async fn isolate(&self, lease: Lease) -> sqlx::Result<bool> {
+        let schema = self.schema.clone();
+        self.write(async move |locked| {
+            let done = sqlx::query(sql(
+                &schema,
+                "update jobq_jobs set isolated = 1 where id = ?1 and token = ?2 and leased_by = ?3",
+            ))
+            .bind(lease.job.0)
+            .bind(lease.token.0)
+            .bind(lease.session.0)
+            .execute(&mut **locked)
+            .await?;
+            Ok(done.rows_affected() == 1)
+        })
+        .await
+    }
+}
+
+/// A claim as the statements take it.
+#[derive(Clone)]
+struct Wanted {
+    sessions: Vec<i64>,
+    /// `{kind: session}`
+    kinds: String,
+    /// Every band of every queue, in the order in which they are looked at.
+    bands: Vec<Band>,
+    /// `bands` as `[[queue, band, run_after, id], …]`
+    floors: String,
+}
+
+#[derive(Clone)]
+struct Band {
+    queue: String,
+    /// How many jobs may be claimed from the queue, all its bands together.
+    limit: u32,
+    band: i16,
+    floor: Floor,
+}
+
+impl Wanted {
+    fn new(claim: &Claim) -> Self {
+        let kinds: serde_json::Map<String, serde_json::Value> =
+            claim.kinds.iter().map(|(kind, session)| (kind.clone(), session.0.into())).collect();
+        let bands: Vec<Band> = claim
+            .queues
+            .iter()
+            .flat_map(|queue| {
+                queue.floors.iter().map(|(band, floor)| Band {
+                    queue: queue.queue.clone(),
+                    limit: queue.limit,
+                    band: *band,
+                    floor: *floor,
+                })
+            })
+            .collect();
+        let floors: Vec<_> = bands
+            .iter()
+            .map(|band| (&band.queue, band.band, band.floor.run_after.0, band.floor.id))
+            .collect();
+        let floors = json(floors);
+        Self { sessions: claim.sessions(), kinds: json(kinds), bands, floors }
+    }
+}
+
+/// What a claim sees before it writes.
+struct Look {
+    now: Timestamp,
+    sessions: Sessions,
+    /// Which of the wanted bands have something to claim.
+    due: Vec<usize>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Sessions {
+    Live,
+    Expired,
+    Closed,
+}
+
+impl Look {
+    fn empty_handed(&self) -> Claimed {
+        Claimed {
+            now: self.now,
+            sessions_live: self.sessions == Sessions::Live,
+            jobs: Vec::new(),
+        }
+    }
+}
+
+async fn look(
+    connection: &mut SqliteConnection,
+    schema: &Schema,
+    wanted: &Wanted,
+) -> sqlx::Result<Look> {
+    // SQLite uses a comparison of (run_after, id) with its index only for run_after, and one insert
+    // gives thousands of jobs the same: so the floor's own time is a range by itself.
+    let (now, live, open, due): (i64, i64, i64, String) = sqlx::query_as(sql(
+        schema,
+        "with floor (n, queue, band, run_after, id) as materialized (
+             select key, value ->> 0, value ->> 1, value ->> 2, value ->> 3 from json_each(?1)
+         )
+         select now_us(),
+                (select count(*) from jobq_sessions
+                 where id in (select value from json_each(?2)) and leased_until > now_us()),
+                (select count(*) from jobq_sessions
+                 where id in (select value from json_each(?2))),
+                (select json_group_array(n) from floor
+                 where exists (
+                           select 1 from jobq_jobs
+                           where queue = floor.queue
+                             and band = floor.band
+                             and run_after = floor.run_after
+                             and id > floor.id
+                             and run_after <= now_us()
+                             and leased_by = 0
+                             and kind in (select key from json_each(?3))
+                       )
+                    or exists (
+                           select 1 from jobq_jobs
+                           where queue = floor.queue
+                             and band = floor.band
+                             and run_after > floor.run_after
+                             and run_after <= now_us()
+                             and leased_by = 0
+                             and kind in (select key from json_each(?3))
+                       ))",
+    ))
+    .bind(&wanted.floors)
+    .bind(json(&wanted.sessions))
+    .bind(&wanted.kinds)
+    .fetch_one(connection)
+    .await?;
+    let all = wanted.sessions.len() as i64;
+    let sessions = if live == all {
+        Sessions::Live
+    } else if open == all {
+        Sessions::Expired
+    } else {
+        Sessions::Closed
+    };
+    let mut due: Vec<usize> = serde_json::from_str(&due).unwrap_or_default();
+    due.sort_unstable();
+    Ok(Look { now: Timestamp(now), sessions, due })
+}
+
+/// Claims from the bands that have something, in their order, up to each queue's limit.
+async fn take(
+    connection: &mut SqliteConnection,
+    schema: &Schema,
+    wanted: &Wanted,
+    look: Look,
+) -> sqlx::Result<Claimed> {
+    let mut jobs = Vec::new();
+    let mut taken: HashMap<&str, u32> = HashMap::new();
+    for band in look.due.iter().filter_map(|n| wanted.bands.get(*n)) {
+        let taken = taken.entry(band.queue.as_str()).or_default();
+        let left = band.limit.saturating_sub(*taken);
+        if left == 0 {
+            continue;
+        }
+        let rows = take_band(connection, schema, &wanted.kinds, band, look.now, left).await?;
+        let mut found =
+            rows.iter().map(|row| claimed_job(row, band)).collect::<sqlx::Result<Vec<_>>>()?;
+        found.sort_unstable_by_key(|job| (job.run_after, job.lease.job));
+        *taken += found.len() as u32;
+        jobs.append(&mut found);
+    }
+    Ok(Claimed { now: look.now, sessions_live: true, jobs })
+}
+
+async fn take_band(
+    connection: &mut SqliteConnection,
+    schema: &Schema,
+    kinds: &str,
+    band: &Band,
+    now: Timestamp,
+    limit: u32,
+) -> sqlx::Result<Vec<SqliteRow>> {
+    sqlx::query(sql(schema, TAKE_BAND))
+        .bind(kinds)
+        .bind(&band.queue)
+        .bind(band.band)
+        .bind(now.0)
+        .bind(band.floor.run_after.0)
+        .bind(band.floor.id)
+        .bind(i64::from(limit))
+        .fetch_all(connection)
+        .await
+}
+
+// The two parts follow each other in time, and each is read in the index's order. A kind is letters,
+// digits and a few signs, so it needs no escapes between the quotes of a path.
+const TAKE_BAND: &str = "
+    update jobq_jobs
+    set token = token + 1,
+        attempt = attempt + 1,
+        leased_by = ?1 ->> ('$.\"' || kind || '\"')
+    where id in (
+        select id from (
+            select id from jobq_jobs
+            where queue = ?2
+              and band = ?3
+              and run_after = ?5
+              and id > ?6
+              and run_after <= ?4
+              and leased_by = 0
+              and kind in (select key from json_each(?1))
+            order by id
+            limit ?7
+        )
+        union all
+        select id from (
+            select id from jobq_jobs
+            where queue = ?2
+              and band = ?3
+              and run_after > ?5
+              and run_after <= ?4
+              and leased_by = 0
+              and kind in (select key from json_each(?1))
+            order by run_after, id
+            limit ?7
+        )
+        limit ?7
+    )
+    returning id, token, leased_by, kind, run_after, attempt, crashes, interruptions, max_attempts,
+              max_crashes, created_at, tags, metadata, payload";
+
+fn claimed_job(row: &SqliteRow, band: &Band) -> sqlx::Result<ClaimedJob> {
+    Ok(ClaimedJob {
+        lease: lease(row)?,
+        kind: row.try_get("kind")?,
+        queue: band.queue.clone(),
+        band: band.band,
+        run_after: Timestamp(row.try_get("run_after")?),
+        counters: counters(row)?,
+        limits: limits(row)?,
+        created_at: Timestamp(row.try_get("created_at")?),
+        tags: tags_list(row.try_get("tags")?),
+        metadata: metadata_map(row.try_get("metadata")?),
+        payload: row.try_get("payload")?,
+    })
+}
+
+pub(super) fn lease(row: &SqliteRow) -> sqlx::Result<Lease> {
+    Ok(Lease {
+        job: JobId(row.try_get("id")?),
+        token: Token(row.try_get("token")?),
+        session: SessionId(row.try_get("leased_by")?),
+    })
+}
+
+pub(super) fn counters(row: &SqliteRow) -> sqlx::Result<Counters> {
+    Ok(Counters {
+        attempt: count(row, "attempt")?,
+        crashes: count(row, "crashes")?,
+        interruptions: count(row, "interruptions")?,
+    })
+}
+
+pub(super) fn limits(row: &SqliteRow) -> sqlx::Result<Limits> {
+    Ok(Limits { max_attempts: count(row, "max_attempts")?, max_crashes: count(row, "max_crashes")? })
+}
+
+/// Extends a session and reads what became of its jobs.
+///
+/// Extending needs the write lock for a moment; an error says that somebody keeps it. The news is
+/// a plain read, which waits for nobody.
+pub(super) async fn beat(
+    connection: &mut SqliteConnection,
+    schema: &Schema,
+    beat: &Beat,
+) -> sqlx::Result<BeatReply> {
+    let extended = sqlx::query(sql(
+        schema,
+        "update jobq_sessions set leased_until = now_us() + lease, floors = ?2 where id = ?1",
+    ))
+    .bind(beat.session)
+    .bind(json(&beat.floors))
+    .execute(&mut *connection)
+    .await?;
+    if extended.rows_affected() == 0 {
+        return Ok(BeatReply::Closed);
+    }
+    if beat.held.is_empty() {
+        return Ok(BeatReply::Extended { lost: Vec::new(), cancel_requested: Vec::new() });
+    }
+    let ids: Vec<i64> = beat.held.iter().map(|(job, _)| job.0).collect();
+    let rows: Vec<(i64, i64, bool)> = sqlx::query_as(sql(
+        schema,
+        "select id, token, cancel_requested from jobq_jobs
+         where id in (select value from json_each(?1)) and leased_by = ?2",
+    ))
+    .bind(json(ids))
+    .bind(beat.session)
+    .fetch_all(&mut *connection)
+    .await?;
+    Ok(news(beat, rows.into_iter()))
+}
+
+/// Compares the jobs a process believes it holds with the rows it does hold.
+fn news(beat: &Beat, rows: impl Iterator<Item = (i64, i64, bool)>) -> BeatReply {
+    let rows: HashMap<i64, (i64, bool)> =
+        rows.map(|(id, token, cancel_requested)| (id, (token, cancel_requested))).collect();
+    let mut lost = Vec::new();
+    let mut cancel_requested = Vec::new();
+    for (job, token) in &beat.held {
+        match rows.get(&job.0) {
+            Some((held, cancel)) if *held == token.0 => {
+                if *cancel {
+                    cancel_requested.push(*job);
+                }
+            }
+            _ => lost.push(*job),
+        }
+    }
+    BeatReply::Extended { lost, cancel_requested }
+}

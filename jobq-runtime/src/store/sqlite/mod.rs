@@ -1,0 +1,397 @@
+//! SQLite 3.42 and newer, in a file, in WAL mode.
+//!
+//! One connection per process writes, each time in a transaction that holds the file's write lock
+//! from its beginning (see [`writer`]); a few others read, which waits for nobody. The lock is what
+//! PostgreSQL does with row locks: between its two ends nothing changes but by us.
+//!
+//! Times are microseconds since 1970, of the machine's clock, which SQLite reads to the
+//! millisecond. Lists travel as JSON text.
+
+mod claim;
+mod insert;
+mod look;
+mod settle;
+mod setup;
+mod sweep;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use jobq_core::job::{JobId, Lease, SessionId};
+use jobq_migrations::SQLITE_NOW;
+use sqlx::pool::PoolConnection;
+use sqlx::sqlite::{
+    Sqlite, SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool,
+    SqlitePoolOptions, SqliteRow,
+};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, SqlSafeStr, SqlStr};
+
+use super::{
+    AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, Floor, HeldJob,
+    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Schema, Settled,
+    Settlement, Shift, Store, UnleasedJob,
+};
+use crate::error::{Error, Result};
+use crate::handler::BoxFuture;
+use crate::job::CheckedJob;
+
+use settle::complete_on;
+use writer::{Locked, ONE_TRY, PATIENCE, Writer};
+
+/// The longest the runtime waits for one operation: for the lock, and then a little.
+const LIMIT: Duration = Duration::from_secs(PATIENCE.as_secs() + 5);
+
+/// How long a live process that was kept from the file needs, at most, to extend its session once
+/// the file is free again.
+const HEARTBEATS_FIRST: Duration = Duration::from_millis(100);
+
+/// jobq's tables in an SQLite file.
+pub(crate) struct SqliteStore {
+    /// The application's pool.
+    pool: SqlitePool,
+    /// What the store's own connections are opened with.
+    options: Arc<SqliteConnectOptions>,
+    /// Connections for plain reads, opened when first used.
+    readers: SqlitePool,
+    writer: Writer,
+    schema: Schema,
+}
+
+impl SqliteStore {
+    /// Takes the file and its options from the application's pool.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadUrl`] for a database in memory.
+    pub(crate) fn new(pool: SqlitePool, schema: Schema) -> Result<Self> {
+        let options = pool.connect_options();
+        if is_in_memory(&options) {
+            return Err(Error::BadUrl {
+                url: options.to_url_lossy().to_string(),
+                problem: "a database in memory belongs to one connection: every other one would \
+                          get an empty database of its own; use a file, as in \"sqlite:jobs.db\""
+                    .to_owned(),
+            });
+        }
+        let options = own_options(&options);
+        let readers = SqlitePoolOptions::new()
+            .max_connections(4)
+            .min_connections(0)
+            .acquire_timeout(PATIENCE)
+            .test_before_acquire(false)
+            .connect_lazy_with(options.clone());
+        let writer = Writer::new(&options);
+        Ok(Self { pool, options: Arc::new(options), readers, writer, schema })
+    }
+
+    /// Statement text for this schema.
+    fn sql(&self, text: &'static str) -> SqlStr {
+        sql(&self.schema, text)
+    }
+
+    /// A connection for plain reads.
+    async fn reader(&self) -> sqlx::Result<PoolConnection<Sqlite>> {
+        self.readers.acquire().await
+    }
+
+    /// Does `work` in a transaction that holds the write lock; see [`Writer::write`].
+    async fn write<T, W>(&self, work: W) -> sqlx::Result<T>
+    where
+        T: Send + 'static,
+        W: AsyncFnOnce(&mut Locked) -> sqlx::Result<T> + Send + 'static,
+    {
+        self.writer.write(work).await
+    }
+}
+
+/// Whether a connection would open a database that no other connection sees.
+fn is_in_memory(options: &SqliteConnectOptions) -> bool {
+    let file = options.get_filename();
+    // SQLite reads a name that begins with `file:` as a URI.
+    let uri = file.to_str().filter(|name| name.starts_with("file:"));
+    file == Path::new("")
+        || file == Path::new(":memory:")
+        || uri.is_some_and(|uri| {
+            uri.starts_with("file::memory:")
+                || uri.contains("mode=memory")
+                || uri.contains("vfs=memdb")
+        })
+        || options
+            .to_url_lossy()
+            .query_pairs()
+            .any(|(key, value)| matches!((&*key, &*value), ("mode", "memory") | ("vfs", "memdb")))
+}
+
+/// The options of the store's own connections.
+///
+/// `synchronous` stays as the application set it; SQLite's default keeps every commit.
+fn own_options(options: &SqliteConnectOptions) -> SqliteConnectOptions {
+    options
+        .clone()
+        .journal_mode(SqliteJournalMode::Wal)
+        // Connections that share a cache lock each other out of tables, for reading too.
+        .shared_cache(false)
+        .busy_timeout(Duration::from_secs(10))
+        // A claim's rows must not wait for the reader while the write lock is held.
+        .row_buffer_size(1_000)
+}
+
+/// Statement text for a schema; texts are written for the default one and say `now_us()` for the
+/// clock.
+fn sql(schema: &Schema, text: &'static str) -> SqlStr {
+    let mut text = text.replace("now_us()", SQLITE_NOW);
+    if schema.as_str() != Schema::DEFAULT {
+        text = text.replace("jobq_", &format!("{}_", schema.as_str()));
+    }
+    // The name was checked when the schema was made: letters, digits and '_' only.
+    AssertSqlSafe(text).into_sql_str()
+}
+
+/// A list or table as the JSON text that a statement takes apart again.
+fn json(list: impl serde::Serialize) -> String {
+    serde_json::to_string(&list).expect("numbers and text always make JSON")
+}
+
+/// SQLite's result code, without its extension.
+fn code(error: &sqlx::Error) -> Option<u32> {
+    extended_code(error).map(|code| code & 0xff)
+}
+
+fn extended_code(error: &sqlx::Error) -> Option<u32> {
+    match error {
+        sqlx::Error::Database(error) => error.code()?.parse().ok(),
+        _ => None,
+    }
+}
+
+/// Whether somebody else was in the way: nothing was done, and the same may succeed later.
+///
+/// Busy (5), locked (6), and a lost race for the start of a read (15).
+fn is_busy(error: &sqlx::Error) -> bool {
+    matches!(code(error), Some(5 | 6 | 15))
+}
+
+/// Names what failed on a connection of the caller's.
+fn on_callers(action: &'static str) -> impl FnOnce(sqlx::Error) -> Error {
+    /// The transaction has read, and somebody has written since: it can never write any more.
+    const BUSY_SNAPSHOT: u32 = 517;
+    move |source| match extended_code(&source) {
+        Some(BUSY_SNAPSHOT) => Error::Serialization(source),
+        _ => Error::Database { action, source },
+    }
+}
+
+/// Runs one operation under the time limit and names it in errors.
+async fn within<T>(
+    action: &'static str,
+    work: impl Future<Output = sqlx::Result<T>> + Send,
+) -> Result<T> {
+    match tokio::time::timeout(LIMIT, work).await {
+        Ok(done) => done.map_err(Error::database(action)),
+        Err(_) => Err(Error::Timeout { action, after: LIMIT }),
+    }
+}
+
+/// A number that is never negative, whatever somebody wrote into the row.
+fn count(row: &SqliteRow, column: &str) -> sqlx::Result<u32> {
+    let number: i64 = row.try_get(column)?;
+    Ok(u32::try_from(number.max(0)).unwrap_or(u32::MAX))
+}
+
+impl Store for SqliteStore {
+    fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    fn database(&self) -> &'static str {
+        "SQLite"
+    }
+
+    fn idle_poll(&self) -> Duration {
+        Duration::from_millis(500)
+    }
+
+    fn migrate(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.migrate())
+    }
+
+    fn check(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.check())
+    }
+
+    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<JobId>>> {
+        Box::pin(self.insert(jobs))
+    }
+
+    fn open_session<'a>(&'a self, session: &'a NewSession) -> BoxFuture<'a, Result<()>> {
+        Box::pin(within("open a session", self.open_session(session)))
+    }
+
+    fn close_session(&self, session: SessionId) -> BoxFuture<'_, Result<()>> {
+        Box::pin(within("close a session", self.close_session(session)))
+    }
+
+    fn pulse(&self) -> BoxFuture<'static, Result<Box<dyn Pulse>>> {
+        let options = (*self.options).clone().busy_timeout(ONE_TRY);
+        let schema = self.schema.clone();
+        Box::pin(async move {
+            let connect = SqliteConnection::connect_with(&options);
+            let connection = within("connect for heartbeats", connect).await?;
+            Ok(Box::new(SqlitePulse { connection, schema }) as Box<dyn Pulse>)
+        })
+    }
+
+    fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>> {
+        Box::pin(within("claim jobs", self.claim(claim)))
+    }
+
+    fn next_due<'a>(
+        &'a self,
+        queues: &'a [String],
+        kinds: &'a [String],
+    ) -> BoxFuture<'a, Result<Option<Duration>>> {
+        Box::pin(within("look for the next due job", self.next_due(queues, kinds)))
+    }
+
+    fn held(&self, session: SessionId) -> BoxFuture<'_, Result<Vec<HeldJob>>> {
+        Box::pin(within("list a session's jobs", async move {
+            self.abandoned(&[session], false, u32::MAX).await
+        }))
+    }
+
+    fn isolate(&self, lease: Lease) -> BoxFuture<'_, Result<bool>> {
+        Box::pin(within("isolate a job", self.isolate(lease)))
+    }
+
+    fn settle<'a>(&'a self, settlements: &'a [Settlement]) -> BoxFuture<'a, Result<Vec<Settled>>> {
+        Box::pin(within("settle jobs", self.settle(settlements)))
+    }
+
+    fn take_duty<'a>(
+        &'a self,
+        name: &'static str,
+        holder: SessionId,
+        span: Duration,
+    ) -> BoxFuture<'a, Result<Option<String>>> {
+        Box::pin(within("take a duty", self.take_duty(name, holder, span)))
+    }
+
+    fn duty_notes<'a>(&'a self, name: &'static str) -> BoxFuture<'a, Result<String>> {
+        Box::pin(within("read a duty's notes", self.duty_notes(name)))
+    }
+
+    fn note_duty<'a>(
+        &'a self,
+        name: &'static str,
+        holder: SessionId,
+        notes: &'a str,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(within("write a duty's notes", self.note_duty(name, holder, notes)))
+    }
+
+    fn close_expired_sessions(&self) -> BoxFuture<'_, Result<Vec<SessionId>>> {
+        Box::pin(within("close expired sessions", self.close_expired_sessions()))
+    }
+
+    fn abandoned<'a>(
+        &'a self,
+        closed: &'a [SessionId],
+        orphans: bool,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<HeldJob>>> {
+        Box::pin(within("find abandoned jobs", self.abandoned(closed, orphans, limit)))
+    }
+
+    fn forget_sessions<'a>(&'a self, closed: &'a [SessionId]) -> BoxFuture<'a, Result<()>> {
+        Box::pin(within("forget closed sessions", self.forget_sessions(closed)))
+    }
+
+    fn live_sessions(&self) -> BoxFuture<'_, Result<Vec<LiveSession>>> {
+        Box::pin(within("list live sessions", self.live_sessions()))
+    }
+
+    fn horizon(&self) -> BoxFuture<'_, Result<Horizon>> {
+        Box::pin(within("read the horizon", self.horizon()))
+    }
+
+    fn unleased<'a>(
+        &'a self,
+        queue: &'a str,
+        band: i16,
+        from: Floor,
+        to: Floor,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<UnleasedJob>>> {
+        Box::pin(within("look for late jobs", self.unleased(queue, band, from, to, limit)))
+    }
+
+    fn shift<'a>(&'a self, jobs: &'a [UnleasedJob], shift: Shift) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(within("move late jobs", self.shift(jobs, shift)))
+    }
+
+    fn unpark<'a>(
+        &'a self,
+        queues: &'a [String],
+        kinds: &'a [String],
+        limit: u32,
+    ) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(within("unpark jobs", self.unpark(queues, kinds, limit)))
+    }
+
+    fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(within("prune finished jobs", self.prune(limit)))
+    }
+
+    fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
+        Box::pin(self.job(id))
+    }
+
+    fn counts(&self) -> BoxFuture<'_, Result<Vec<QueueCount>>> {
+        Box::pin(self.counts())
+    }
+
+    fn dead<'a>(
+        &'a self,
+        filter: &'a DeadFilter,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<DeadJob>>> {
+        Box::pin(self.dead(filter, limit))
+    }
+
+    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>> {
+        Box::pin(within("cancel a job", self.cancel(id)))
+    }
+
+    fn redrive<'a>(
+        &'a self,
+        filter: &'a DeadFilter,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<JobId>>> {
+        Box::pin(within("redrive jobs", self.redrive(filter, limit)))
+    }
+
+    /// SQLite sends nothing between processes; inside one, an enqueue pokes.
+    fn listen(&self) -> BoxFuture<'_, Result<Option<Box<dyn Listener>>>> {
+        Box::pin(std::future::ready(Ok(None)))
+    }
+}
+
+struct SqlitePulse {
+    connection: SqliteConnection,
+    schema: Schema,
+}
+
+impl Pulse for SqlitePulse {
+    fn beat<'a>(&'a mut self, beat: &'a Beat) -> BoxFuture<'a, Result<BeatReply>> {
+        Box::pin(async move {
+            match claim::beat(&mut self.connection, &self.schema, beat).await {
+                Err(error) if is_busy(&error) => Ok(BeatReply::Blocked),
+                reply => reply.map_err(Error::database("extend the lease")),
+            }
+        })
+    }
+}

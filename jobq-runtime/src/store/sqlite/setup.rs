@@ -1,0 +1,131 @@
+//! Tables and start checks.
+
+use jobq_migrations::{Dialect, all, needed};
+use sqlx::sqlite::SqliteConnection;
+use sqlx::{AssertSqlSafe, ConnectOptions, Executor};
+
+use super::{Error, Result, Schema, SqliteStore, code, sql};
+
+/// The first SQLite whose clock has milliseconds.
+const OLDEST: [u32; 2] = [3, 42];
+
+impl SqliteStore {
+    /// Applies the missing steps in one transaction; processes that migrate at once take turns.
+    pub(super) async fn migrate(&self) -> Result<()> {
+        let schema = self.schema.clone();
+        self.write(async move |locked| {
+            let found = version_on(locked, &schema).await?;
+            if found < needed(Dialect::Sqlite) {
+                locked
+                    .execute(sql(
+                        &schema,
+                        "create table if not exists jobq_migrations (
+                             version integer primary key,
+                             name text not null,
+                             applied_at integer not null default now_us()
+                         )",
+                    ))
+                    .await?;
+            }
+            for step in all(Dialect::Sqlite).iter().filter(|step| step.version > found) {
+                locked.execute(AssertSqlSafe(step.sql(schema.as_str()))).await?;
+                sqlx::query(sql(&schema, "insert into jobq_migrations (version, name) values (?1, ?2)"))
+                    .bind(step.version)
+                    .bind(step.name)
+                    .execute(&mut **locked)
+                    .await?;
+            }
+            Ok(())
+        })
+        .await
+        .map_err(self.explain("create or upgrade jobq's tables"))
+    }
+
+    pub(super) async fn check(&self) -> Result<()> {
+        let schema = self.schema.clone();
+        // Written nothing, but the lock was taken: the file can be written to.
+        let facts = self.write(async move |locked| {
+            let (version, journal, file): (String, String, String) = sqlx::query_as(
+                "select sqlite_version(), (select journal_mode from pragma_journal_mode),
+                        (select coalesce(file, '') from pragma_database_list where name = 'main')",
+            )
+            .fetch_one(&mut **locked)
+            .await?;
+            Ok((version, journal, file, version_on(locked, &schema).await?))
+        });
+        let (version, journal, file, found) =
+            facts.await.map_err(self.explain("check the database"))?;
+        if is_older(&version, OLDEST) {
+            return Err(Error::Unsupported {
+                problem: format!("it is SQLite {version}; jobq needs SQLite 3.42 or newer"),
+            });
+        }
+        if file.is_empty() {
+            return Err(Error::Unsupported {
+                problem: "it is not in a file, so that every connection has its own; use a file, \
+                          as in \"sqlite:jobs.db\""
+                    .to_owned(),
+            });
+        }
+        if journal != "wal" {
+            return Err(Error::Unsupported {
+                problem: format!(
+                    "its journal mode is {journal} and cannot be made WAL, as on network file \
+                     systems; keep the file on a local disk"
+                ),
+            });
+        }
+        if found < needed(Dialect::Sqlite) {
+            return Err(Error::Schema { found, needed: needed(Dialect::Sqlite) });
+        }
+        Ok(())
+    }
+
+    /// Names what failed, and the cure where the error has one.
+    fn explain(&self, action: &'static str) -> impl FnOnce(sqlx::Error) -> Error {
+        let url = self.options.to_url_lossy().to_string();
+        move |source| match code(&source) {
+            // Read-only.
+            Some(8) => Error::Unsupported {
+                problem: "it can only be read; leave out `mode=ro` and `read_only(true)`, and let \
+                          this user write the file and its directory"
+                    .to_owned(),
+            },
+            // Cannot be opened.
+            Some(14) => Error::BadUrl {
+                url,
+                problem: "the file cannot be opened: its directory must exist and be writable, and \
+                          a file that is missing is made only with `mode=rwc` or \
+                          `create_if_missing(true)`"
+                    .to_owned(),
+            },
+            // Not a database.
+            Some(26) => Error::BadUrl {
+                url,
+                problem: "the file is not an SQLite database, or it is encrypted".to_owned(),
+            },
+            _ => Error::Database { action, source },
+        }
+    }
+}
+
+/// The version of the tables; 0 when there are none.
+async fn version_on(connection: &mut SqliteConnection, schema: &Schema) -> sqlx::Result<i64> {
+    let exists: bool = sqlx::query_scalar(sql(
+        schema,
+        "select exists (select 1 from sqlite_master where type = 'table' and name = 'jobq_migrations')",
+    ))
+    .fetch_one(&mut *connection)
+    .await?;
+    if !exists {
+        return Ok(0);
+    }
+    sqlx::query_scalar(sql(schema, "select coalesce(max(version), 0) from jobq_migrations"))
+        .fetch_one(connection)
+        .await
+}
+
+fn is_older(version: &str, than: [u32; 2]) -> bool {
+    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    [parts.next().unwrap_or(0), parts.next().unwrap_or(0)] < than
+}

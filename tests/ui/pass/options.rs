@@ -1,0 +1,70 @@
+//! Every option, written out and as `const` expressions.
+#![deny(warnings)]
+
+use std::time::Duration;
+
+use jobq::{JobOptions, job};
+
+#[job(
+    queue = "images/eu-1",
+    name = "resize.v2",
+    aliases("resize", "shrink"),
+    lease = "1m30s",
+    timeout = "5m",
+    max_attempts = 5,
+    max_crashes = 2,
+    priority = -4,
+    backoff(base = "2s", factor = 3, cap = "10m"),
+    retention = "0s",
+    crate = "::jobq",
+    register = true,
+)]
+fn resize() {}
+
+mod limits {
+    pub const ATTEMPTS: u32 = 7;
+    pub const PRIORITY: i16 = 4;
+    pub const fn half(seconds: u64) -> std::time::Duration {
+        std::time::Duration::from_secs(seconds / 2)
+    }
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+#[job(
+    lease = limits::half(60),
+    timeout = HOUR,
+    max_attempts = limits::ATTEMPTS,
+    max_crashes = 1 + 1,
+    priority = limits::PRIORITY,
+    backoff(base = limits::half(2), factor = 1.0 + 0.5, cap = HOUR),
+    retention = Duration::ZERO,
+    register = false
+)]
+fn constants() {}
+
+#[job()]
+fn plain() {}
+
+fn main() {
+    assert_eq!(resize::NAME, "resize.v2");
+    assert_eq!(resize::DEF.aliases, ["resize", "shrink"]);
+    let options = resize::DEF.options;
+    assert_eq!(options.queue, "images/eu-1");
+    assert_eq!(options.lease, Duration::from_secs(90));
+    assert_eq!(options.timeout, Some(Duration::from_secs(300)));
+    assert_eq!((options.max_attempts, options.max_crashes, options.priority), (5, 2, -4));
+    assert_eq!(options.backoff.base, Duration::from_secs(2));
+    assert!((options.backoff.factor - 3.0).abs() < f64::EPSILON);
+    assert_eq!(options.backoff.cap, Duration::from_secs(600));
+    assert_eq!(options.retention, Some(Duration::ZERO));
+
+    let options = constants::DEF.options;
+    assert_eq!(options.lease, Duration::from_secs(30));
+    assert_eq!(options.timeout, Some(HOUR));
+    assert_eq!((options.max_attempts, options.max_crashes, options.priority), (7, 2, 4));
+    assert_eq!(options.backoff.base, Duration::from_secs(1));
+    assert_eq!(options.retention, Some(Duration::ZERO));
+
+    assert_eq!(plain::DEF.options, JobOptions::DEFAULT);
+}
