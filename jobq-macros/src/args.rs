@@ -316,7 +316,8 @@ fn distance(a: &str, b: &str) -> usize {
         let mut row = vec![i];
         for j in 1..=b.len() {
             let change = usize::from(a[i - 1] != b[j - 1]);
-            let mut least = (rows[i - 1][j] + 1).min(row[j - 1] + 1).min(rows[i - 1][j - 1] + change);
+            let mut least =
+                (rows[i - 1][j] + 1).min(row[j - 1] + 1).min(rows[i - 1][j - 1] + change);
             if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
                 least = least.min(rows[i - 2][j - 2] + 1);
             }
@@ -543,14 +544,12 @@ impl Entry {
     fn path(self, problems: &mut Problems) -> Option<Path> {
         let example = self.example;
         let text = self.string(problems)?;
-        match text.parse_with(Path::parse_mod_style) {
-            Ok(path) => Some(path),
-            Err(_) => {
-                let words = format!("`crate` takes the path of jobq in your crate: `{example}`");
-                problems.at(text, words);
-                None
-            }
+        let path = text.parse_with(Path::parse_mod_style).ok();
+        if path.is_none() {
+            let words = format!("`crate` takes the path of jobq in your crate: `{example}`");
+            problems.at(text, words);
         }
+        path
     }
 
     fn backoff(self, problems: &mut Problems) -> Option<BackoffOptions> {
@@ -687,9 +686,159 @@ impl<T> Value<T> {
 }
 
 impl BackoffOptions {
-    /// Whether one of the values is a `const` expression.
-    pub(crate) fn has_const(&self) -> bool {
+    /// Where an error about it is, if one of its values is a `const` expression.
+    pub(crate) fn place(&self) -> Option<(Span, Span)> {
         let is_const = |value: &Option<Value<Duration>>| matches!(value, Some(Value::Const(_)));
-        is_const(&self.base) || is_const(&self.cap) || matches!(self.factor, Some(Value::Const(_)))
+        (is_const(&self.base)
+            || is_const(&self.cap)
+            || matches!(self.factor, Some(Value::Const(_))))
+        .then_some((self.span, self.span))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> (Options, Vec<String>) {
+        let mut problems = Problems::default();
+        let options = Options::read(text.parse().expect("tokens"), &mut problems);
+        let words = problems.0.into_iter().flatten().map(|error| error.to_string());
+        (options, words.collect())
+    }
+
+    fn literal<T: Copy>(value: Option<&Value<T>>) -> Option<T> {
+        match value {
+            Some(Value::Literal(value)) => Some(*value),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn every_example_given_in_a_message_is_accepted() {
+        for (key, example) in OPTIONS {
+            let (_, words) = read(example);
+            assert_eq!(words, [""; 0], "{key}");
+        }
+        for (key, example) in BACKOFF_OPTIONS {
+            let (_, words) = read(&format!("backoff({example})"));
+            assert_eq!(words, [""; 0], "{key}");
+        }
+    }
+
+    #[test]
+    fn literals_are_read() {
+        let text = r#"queue = "a", name = "b", aliases("c", "d",), lease = "1m", timeout = "5m",
+            max_attempts = 1_000, max_crashes = 0x10, priority = -4, retention = "0s",
+            backoff(base = "1s", factor = 2, cap = "1d"), crate = "::x::y", register = false,"#;
+        let (options, words) = read(text);
+        assert_eq!(words, [""; 0]);
+        assert_eq!(options.queue.map(|name| name.value()).as_deref(), Some("a"));
+        assert_eq!(options.name.map(|name| name.value()).as_deref(), Some("b"));
+        assert_eq!(options.aliases.len(), 2);
+        assert_eq!(literal(options.lease.as_ref()), Some(Duration::from_secs(60)));
+        assert_eq!(literal(options.timeout.as_ref()), Some(Duration::from_secs(300)));
+        assert_eq!(literal(options.retention.as_ref()), Some(Duration::ZERO));
+        assert_eq!(literal(options.max_attempts.as_ref()), Some(1000));
+        assert_eq!(literal(options.max_crashes.as_ref()), Some(16));
+        assert_eq!(literal(options.priority.as_ref()), Some(-4));
+        let backoff = options.backoff.expect("it was given");
+        assert_eq!(literal(backoff.base.as_ref()), Some(Duration::from_secs(1)));
+        assert_eq!(literal(backoff.factor.as_ref()), Some(2.0));
+        assert_eq!(literal(backoff.cap.as_ref()), Some(Duration::from_secs(86_400)));
+        assert!(options.krate.is_some());
+        assert!(!options.register);
+    }
+
+    #[test]
+    fn const_expressions_are_kept_for_the_compiler() {
+        let text = "lease = A::B, max_attempts = f::<1, 2>(3), priority = -X, timeout = { T }";
+        let (options, words) = read(text);
+        assert_eq!(words, [""; 0]);
+        assert!(matches!(options.lease, Some(Value::Const(_))));
+        assert!(matches!(options.max_attempts, Some(Value::Const(_))));
+        assert!(matches!(options.priority, Some(Value::Const(_))));
+        assert!(matches!(options.timeout, Some(Value::Const(_))));
+    }
+
+    #[test]
+    fn a_mistake_hides_no_other_and_spoils_no_other_option() {
+        let (options, words) = read(
+            r#"queue = "a b", , lease, nam = 1, priority = = 3, timeout = "1s" max_attempts = 4,
+                "x", max_crashes = 5, max_crashes = 6, register = 1"#,
+        );
+        let found = [
+            "queue name",
+            "expected an option",
+            "`lease` needs a value",
+            "did you mean `name`",
+            "expected an expression",
+            "expected a `,`",
+            "expected an option",
+            "given twice",
+            "given here first",
+            "`true` or `false`",
+        ];
+        for part in found {
+            assert!(words.iter().any(|words| words.contains(part)), "{part}: {words:#?}");
+        }
+        assert_eq!(words.len(), found.len(), "{words:#?}");
+        assert_eq!(literal(options.timeout.as_ref()), Some(Duration::from_secs(1)));
+        assert_eq!(literal(options.max_attempts.as_ref()), Some(4));
+        assert_eq!(literal(options.max_crashes.as_ref()), Some(5));
+    }
+
+    #[test]
+    fn the_nearest_option_is_suggested_and_nothing_far_away() {
+        for (written, meant) in [
+            ("qeue", Some("queue")),
+            ("Queue", Some("queue")),
+            ("max_attempt", Some("max_attempts")),
+            ("maxattempts", Some("max_attempts")),
+            ("retries", Some("max_attempts")),
+            ("time_out", Some("timeout")),
+            ("back_off", Some("backoff")),
+            ("krate", Some("crate")),
+            ("unique", None),
+            ("cron", None),
+            ("x", None),
+            ("colour", None),
+        ] {
+            assert_eq!(nearest(written, OPTIONS), meant, "{written}");
+        }
+        assert_eq!(nearest("max", BACKOFF_OPTIONS), Some("cap"));
+        assert_eq!(nearest("queue", BACKOFF_OPTIONS), None);
+    }
+
+    #[test]
+    fn numbers_are_held_to_their_limits() {
+        for (text, refused) in [
+            ("max_attempts = 1", false),
+            ("max_attempts = 2147483647", false),
+            ("max_attempts = 2147483648", true),
+            ("max_attempts = 4294967296", true),
+            ("max_attempts = 0", true),
+            ("max_crashes = 32767", false),
+            ("max_crashes = 32768", true),
+            ("priority = 4", false),
+            ("priority = 5", true),
+            ("priority = -5", true),
+            ("priority = 99999", true),
+            ("backoff(factor = 1)", false),
+            ("backoff(factor = 0.99)", true),
+            ("backoff(factor = -2.0)", true),
+            ("backoff(factor = 1e999)", true),
+            ("lease = \"1s\"", false),
+            ("lease = \"999ms\"", true),
+            ("lease = \"30d\"", false),
+            ("lease = \"31d\"", true),
+            ("timeout = \"0ms\"", true),
+            ("backoff(base = \"1h\")", false),
+            ("backoff(base = \"1h1ms\")", true),
+            ("backoff(cap = \"5s\")", false),
+            ("backoff(cap = \"4s\")", true),
+        ] {
+            assert_eq!(!read(text).1.is_empty(), refused, "{text}");
+        }
     }
 }

@@ -48,9 +48,10 @@ pub(crate) enum Role {
 }
 
 /// What the `#[serde(...)]` of a parameter asks of its type.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Form {
     /// To be written and read.
+    #[default]
     Plain,
     /// To have a default too.
     Default,
@@ -92,10 +93,7 @@ impl JobFn {
 
     /// The kind: what stored jobs call the function.
     pub(crate) fn kind(&self, options: &Options) -> String {
-        options
-            .name
-            .as_ref()
-            .map_or_else(|| self.sig.ident.unraw().to_string(), syn::LitStr::value)
+        options.name.as_ref().map_or_else(|| self.sig.ident.unraw().to_string(), syn::LitStr::value)
     }
 
     /// Whether the function stands where no type can stand beside it, in an `impl` or trait.
@@ -228,31 +226,30 @@ impl JobFn {
 
     fn check_return(&self, problems: &mut Problems) {
         let ReturnType::Type(_, ty) = &self.sig.output else { return };
-        let generic = self.is_generic();
-        let hint = "a job's result is stored, so its type must be named: `()`, `Result<(), E>` or \
-                    `Result<T, E>`";
-        match peel(ty) {
-            Type::Never(_) => problems.at(ty, "a job ends some day; return `()` or `Result<(), E>`"),
-            _ => match first_misfit(ty.to_token_stream(), true) {
-                None => {}
-                Some(Misfit::Impl(place)) if names_future(ty) => problems.at(
-                    place,
-                    "write `async fn` and return what the future would: `()`, `Result<(), E>` or \
-                     `Result<T, E>`",
-                ),
-                Some(Misfit::Impl(place)) => problems.at(place, hint),
-                Some(Misfit::Reference(place)) => problems.at(
-                    place,
-                    "a job's result is stored, so it is owned; return `String` instead of `&str`, \
-                     `T` instead of `&T`",
-                ),
-                Some(Misfit::Lifetime { .. }) if generic => {}
-                Some(Misfit::Lifetime { place, .. }) => {
-                    problems.at(place, "a job's result is stored, so it is owned; only `'static` fits");
-                }
-                Some(Misfit::Infer(place)) => problems.at(place, hint),
-            },
-        }
+        let (place, words) = match first_misfit(ty.to_token_stream(), true) {
+            _ if matches!(peel(ty), Type::Never(_)) => {
+                (ty.to_token_stream(), "a job ends some day; return `()` or `Result<(), E>`")
+            }
+            None => return,
+            // The function's own lifetimes are reported where they are declared.
+            Some(Misfit::Lifetime { elided: false, .. }) if self.is_generic() => return,
+            Some(Misfit::Impl(place)) if names_future(ty) => (
+                place,
+                "write `async fn` and return what the future would: `()`, `Result<(), E>` or \
+                 `Result<T, E>`",
+            ),
+            Some(Misfit::Impl(place) | Misfit::Infer(place)) => (
+                place,
+                "a job's result is stored, so its type must be named: `()`, `Result<(), E>` or \
+                 `Result<T, E>`",
+            ),
+            Some(Misfit::Reference(place) | Misfit::Lifetime { place, .. }) => (
+                place,
+                "a job's result is stored, so it is owned; return `String` instead of `&str`, `T` \
+                 instead of `&T`",
+            ),
+        };
+        problems.at(place, words);
     }
 }
 
@@ -296,6 +293,11 @@ impl Param {
         param
     }
 
+    /// Whether serde is told what to do with its very type.
+    pub(crate) fn is_custom(&self) -> bool {
+        matches!(self.role, Role::Payload { form: Form::Custom, .. })
+    }
+
     /// The key in the payload's JSON, as far as it is known here.
     fn key(&self) -> Option<String> {
         let Role::Payload { serde, .. } = &self.role else { return None };
@@ -324,12 +326,6 @@ struct Marks {
     serde: Vec<Attribute>,
     form: Form,
     broken: bool,
-}
-
-impl Default for Form {
-    fn default() -> Self {
-        Self::Plain
-    }
 }
 
 impl Marks {
@@ -440,9 +436,8 @@ fn injected_by_name(ty: &Type) -> Option<Role> {
                 _ => None,
             }
         }
-        Type::Reference(reference) => {
-            matches!(injected_by_name(&reference.elem)?, Role::Injected).then_some(Role::InjectedRef)
-        }
+        Type::Reference(reference) => matches!(injected_by_name(&reference.elem)?, Role::Injected)
+            .then_some(Role::InjectedRef),
         _ => None,
     }
 }
@@ -477,9 +472,8 @@ fn fits_payload(ty: &Type, generic: bool, problems: &mut Problems) -> bool {
             {
                 owned += "; if the runtime injects it, take it by value and mark it `#[inject]`";
             }
-            let words = format!(
-                "a payload is owned, because it is read back from the database; {owned}"
-            );
+            let words =
+                format!("a payload is owned, because it is read back from the database; {owned}");
             problems.at(place, words);
         }
         Some(Misfit::Impl(place)) => {
@@ -504,8 +498,9 @@ fn fits_injection(ty: &Type, role: &Role, generic: bool, problems: &mut Problems
     if let (Role::InjectedRef, Type::Reference(reference)) = (role, peel(ty)) {
         let is_context = ends_in(&reference.elem, "JobContext");
         if !is_context {
-            let name = reference.elem.to_token_stream().to_string().replace(' ', "");
-            let words = format!("only `&JobContext` is injected as a reference; take `{name}` by value");
+            let name = readable(&reference.elem);
+            let words =
+                format!("only `&JobContext` is injected as a reference; take `{name}` by value");
             problems.at(ty, words);
         } else if let Some(token) = &reference.mutability {
             problems.at(token, "the context is shared; write `&JobContext`");
@@ -516,21 +511,19 @@ fn fits_injection(ty: &Type, role: &Role, generic: bool, problems: &mut Problems
         }
         return false;
     }
-    let words = "what is injected is owned; put something cheap to clone into the runtime, such \
-                 as an `Arc<T>`, and take it as `State<Arc<T>>`";
-    match first_misfit(ty.to_token_stream(), true) {
+    let (place, words) = match first_misfit(ty.to_token_stream(), true) {
         None => return true,
-        Some(Misfit::Impl(place)) => {
-            problems.at(place, "the runtime finds state by its type; name the type");
+        Some(Misfit::Lifetime { elided: false, .. }) if generic => return false,
+        Some(Misfit::Impl(place) | Misfit::Infer(place)) => {
+            (place, "the runtime finds state by its type; name the type")
         }
-        Some(Misfit::Lifetime { elided: false, .. }) if generic => {}
-        Some(Misfit::Reference(place) | Misfit::Lifetime { place, .. }) => {
-            problems.at(place, words);
-        }
-        Some(Misfit::Infer(place)) => {
-            problems.at(place, "the runtime finds state by its type; name the type");
-        }
-    }
+        Some(Misfit::Reference(place) | Misfit::Lifetime { place, .. }) => (
+            place,
+            "what is injected is owned; put something cheap to clone into the runtime, such as an \
+             `Arc<T>`, and take it as `State<Arc<T>>`",
+        ),
+    };
+    problems.at(place, words);
     false
 }
 
@@ -542,8 +535,10 @@ enum Misfit {
     Infer(TokenStream),
 }
 
-/// Finds the first such part; `&'static T` is one only where the value is `stored` as a payload,
-/// and what stands in parentheses is looked at only there (elsewhere it may be `dyn Fn(&T)`).
+/// Finds the first such part.
+///
+/// In a payload a `&'static T` is one; elsewhere it is not, and what stands in parentheses is not
+/// looked at, since it may be `dyn Fn(&T)`.
 fn first_misfit(tokens: TokenStream, static_is_fine: bool) -> Option<Misfit> {
     let trees: Vec<TokenTree> = tokens.into_iter().collect();
     for (index, tree) in trees.iter().enumerate() {
@@ -615,7 +610,8 @@ fn owned_form(reference: &TokenStream) -> String {
 /// The type as people write it: `Vec<u8>`, not `Vec < u8 >`.
 fn readable(ty: &Type) -> String {
     let text = ty.to_token_stream().to_string();
-    [" < ", " <", "< "].iter().fold(text, |text, from| text.replace(from, "<")).replace(" >", ">").replace(" :: ", "::")
+    let spaced = [(" < ", "<"), (" <", "<"), ("< ", "<"), (" >", ">"), (" :: ", "::"), (" ,", ",")];
+    spaced.iter().fold(text, |text, (from, to)| text.replace(from, to))
 }
 
 /// Whether the type is a path whose last segment is `name`.
@@ -636,5 +632,57 @@ fn peel(mut ty: &Type) -> &Type {
             Type::Paren(paren) => &paren.elem,
             other => return other,
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn payload_words(ty: &str) -> Option<String> {
+        let ty = syn::parse_str(ty).expect("a type");
+        let mut problems = Problems::default();
+        let fits = fits_payload(&ty, false, &mut problems);
+        let words = problems.into_compile_errors().map(|errors| errors.to_string());
+        assert_eq!(fits, words.is_none());
+        words
+    }
+
+    #[test]
+    fn an_owned_type_is_suggested_for_each_reference() {
+        for (ty, owned) in [
+            ("&str", "`String`"),
+            ("&'static std::path::Path", "`PathBuf`"),
+            ("&[Vec<u8>]", "`Vec<Vec<u8>>`"),
+            (
+                "&mut std::collections::HashMap<String, u8>",
+                "`std::collections::HashMap<String, u8>`",
+            ),
+            ("Option<Box<&'static (u8, i64)>>", "`(u8, i64)`"),
+            ("Vec<(u8, &str)>", "`String`"),
+        ] {
+            let words = payload_words(ty).expect(ty);
+            assert!(words.contains(owned), "{ty}: {words}");
+        }
+    }
+
+    #[test]
+    fn owned_types_fit_a_payload() {
+        for ty in ["i64", "Cow<'static, str>", "[u8; 4]", "(u8, Vec<String>)", "<u8 as A>::B", "()"]
+        {
+            assert_eq!(payload_words(ty), None, "{ty}");
+        }
+    }
+
+    #[test]
+    fn what_is_injected_is_known_by_the_last_segment() {
+        let role = |ty: &str| injected_by_name(&syn::parse_str(ty).expect("a type"));
+        for ty in ["State<u8>", "a::b::State<(u8,)>", "jobq::JobContext", "(CancellationToken)"] {
+            assert!(matches!(role(ty), Some(Role::Injected)), "{ty}");
+        }
+        assert!(matches!(role("&'a mut JobContext"), Some(Role::InjectedRef)));
+        for ty in ["State", "JobContext<u8>", "MyState<u8>", "&&JobContext", "[JobContext; 1]"] {
+            assert!(role(ty).is_none(), "{ty}");
+        }
     }
 }

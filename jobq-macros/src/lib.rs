@@ -42,7 +42,7 @@ mod handler;
 ///     store.shrink(image_id, width).await
 /// }
 ///
-/// async fn upload(mut database: impl EnqueueTarget) -> jobq::Result<()> {
+/// async fn upload(database: impl EnqueueTarget) -> jobq::Result<()> {
 ///     resize::enqueue(database, 7, 640).await?;
 ///     Ok(())
 /// }
@@ -127,4 +127,232 @@ fn job_tokens(options: TokenStream, item: TokenStream) -> TokenStream {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use proc_macro2::{Delimiter, Group, Ident, Literal, Punct, Spacing, Span, TokenTree};
+
+    use super::*;
+
+    const RESIZE: &str = r#"
+        /// Makes a small copy of an image.
+        pub async fn resize(
+            image_id: i64,
+            width: u32,
+            State(store): State<ImageStore>,
+            ctx: &JobContext,
+        ) -> Result<(), Error> {
+            store.resize(image_id, width, ctx).await
+        }
+    "#;
+
+    fn expand(options: &str, item: &str) -> TokenStream {
+        job_tokens(options.parse().expect("tokens"), item.parse().expect("tokens"))
+    }
+
+    fn count(tokens: TokenStream) -> usize {
+        let inner = |tree| match tree {
+            TokenTree::Group(group) => 2 + count(group.stream()),
+            _ => 1,
+        };
+        tokens.into_iter().map(inner).sum()
+    }
+
+    /// Every hundred jobs cost as much to compile as the tokens written for them.
+    #[test]
+    fn the_expansion_stays_small() {
+        let written = count(expand(r#"queue = "images", max_attempts = 5"#, RESIZE));
+        let given = count(RESIZE.parse().expect("tokens"));
+        assert!(written - given < 650, "{} tokens were added", written - given);
+    }
+
+    #[test]
+    fn the_expansion_is_a_file_of_rust() {
+        let text = r#"lease = A, backoff(base = B), aliases("x"), register = false"#;
+        for options in ["", text, "crate = \"a::b\"", "nonsense = 1"] {
+            let file = syn::parse2::<syn::File>(expand(options, RESIZE)).expect(options);
+            assert_eq!(file.items.len(), if options == "nonsense = 1" { 4 } else { 3 });
+        }
+    }
+
+    #[test]
+    fn the_function_comes_out_whatever_is_wrong() {
+        for (options, item) in [
+            ("", "async fn f(x: &str, (a, b): (u8, u8)) -> ! { half typed . }"),
+            ("queue =", "pub(crate) fn f<T>(x: T) where T: Copy { }"),
+            (",,,", "fn f(self) {}"),
+            ("lease = 1", "struct F { x: u8 }"),
+            ("", "fn f( {"),
+            ("", ""),
+        ] {
+            let Ok(item) = item.parse::<TokenStream>() else { continue };
+            let written = job_tokens(options.parse().expect("tokens"), item.clone()).to_string();
+            assert!(written.starts_with(&item.to_string()), "{item}: {written}");
+            assert!(written.contains("compile_error"), "{item}: {written}");
+        }
+    }
+
+    #[test]
+    fn no_token_stream_makes_the_macro_panic() {
+        let mut random = Random(0x9e37_79b9_7f4a_7c15);
+        for _ in 0..20_000 {
+            let options = random.stream(OPTION_WORDS, 3);
+            let item = random.stream(ITEM_WORDS, 3);
+            let _ = job_tokens(options, item);
+        }
+    }
+
+    /// What comes close to being right gets further than what is random throughout.
+    #[test]
+    fn no_change_of_a_right_token_stream_makes_the_macro_panic() {
+        let options = r#"queue = "a", lease = "1s", backoff(base = "1s", factor = 1.5), aliases("x"),
+            max_attempts = 3, priority = -1, timeout = T, crate = "a::b", register = true"#;
+        let items = [
+            RESIZE,
+            "#[a] pub(in a::b) fn f(#[serde(default, rename = \"x\", with = \"a\")] mut a: Vec<u8>, \
+             #[inject] b: B, #[payload] c: [C; 3], d: &mut D, self: Box<E>) -> impl Future {}",
+            "async unsafe extern \"C\" fn r#f<'a, T: A>(_: Cow<'a, T>, x: &dyn Y, ...) where T: B;",
+        ];
+        let options: TokenStream = options.parse().expect("tokens");
+        let items = items.map(|item| item.parse::<TokenStream>().expect("tokens"));
+        let mut random = Random(1);
+        for round in 0..20_000 {
+            let item = random.changed(items[round % items.len()].clone());
+            let options = random.changed(options.clone());
+            let _ = job_tokens(options, item);
+        }
+    }
+
+    const OPTION_WORDS: &[&str] = &[
+        "queue",
+        "name",
+        "aliases",
+        "lease",
+        "timeout",
+        "max_attempts",
+        "max_crashes",
+        "priority",
+        "backoff",
+        "base",
+        "factor",
+        "cap",
+        "retention",
+        "crate",
+        "register",
+        "true",
+        "unique",
+    ];
+
+    const ITEM_WORDS: &[&str] = &[
+        "async",
+        "fn",
+        "pub",
+        "crate",
+        "self",
+        "mut",
+        "impl",
+        "dyn",
+        "State",
+        "JobContext",
+        "serde",
+        "inject",
+        "payload",
+        "cfg",
+        "where",
+        "unsafe",
+        "extern",
+        "const",
+        "job",
+        "f",
+        "x",
+        "u8",
+        "_",
+        "static",
+        "default",
+        "rename",
+        "for",
+        "ref",
+        "struct",
+    ];
+
+    /// A generator of pseudo-random numbers (xorshift64*, by Sebastiano Vigna).
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, bound: usize) -> usize {
+            self.0 ^= self.0 >> 12;
+            self.0 ^= self.0 << 25;
+            self.0 ^= self.0 >> 27;
+            let number = self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33;
+            usize::try_from(number).unwrap_or(0) % bound
+        }
+
+        fn stream(&mut self, words: &[&str], depth: usize) -> TokenStream {
+            let length = self.below(12);
+            (0..length).map(|_| self.tree(words, depth)).collect()
+        }
+
+        fn tree(&mut self, words: &[&str], depth: usize) -> TokenTree {
+            let here = Span::call_site();
+            match self.below(10) {
+                0..4 => Ident::new(words[self.below(words.len())], here).into(),
+                4..7 => {
+                    let signs = ['=', ',', ':', '&', '<', '>', '-', '#', '.', '!', '*', ';', '|'];
+                    let spacing = [Spacing::Alone, Spacing::Joint][self.below(2)];
+                    Punct::new(signs[self.below(signs.len())], spacing).into()
+                }
+                7 if self.below(4) == 0 => Ident::new_raw("type", here).into(),
+                7 => {
+                    let literals = [
+                        Literal::string("30s"),
+                        Literal::string("3o s"),
+                        Literal::string(""),
+                        Literal::string("a::b"),
+                        Literal::i128_unsuffixed(i128::MAX),
+                        Literal::u64_suffixed(7),
+                        Literal::f64_unsuffixed(1.5),
+                        Literal::character('\u{0}'),
+                        Literal::byte_string(b"\xff"),
+                        Literal::c_string(c"c"),
+                    ];
+                    literals[self.below(literals.len())].clone().into()
+                }
+                _ if depth == 0 => Ident::new("end", here).into(),
+                _ => {
+                    let delimiters = [
+                        Delimiter::Parenthesis,
+                        Delimiter::Brace,
+                        Delimiter::Bracket,
+                        Delimiter::None,
+                    ];
+                    let delimiter = delimiters[self.below(delimiters.len())];
+                    Group::new(delimiter, self.stream(words, depth - 1)).into()
+                }
+            }
+        }
+
+        /// Removes, repeats, replaces or moves a token somewhere in the stream.
+        fn changed(&mut self, tokens: TokenStream) -> TokenStream {
+            let mut trees: Vec<TokenTree> = tokens.into_iter().collect();
+            if trees.is_empty() {
+                return self.stream(ITEM_WORDS, 2);
+            }
+            let at = self.below(trees.len());
+            if let TokenTree::Group(group) = &trees[at]
+                && self.below(4) != 0
+            {
+                let inner = self.changed(group.stream());
+                trees[at] = Group::new(group.delimiter(), inner).into();
+                return trees.into_iter().collect();
+            }
+            match self.below(4) {
+                0 => drop(trees.remove(at)),
+                1 => trees.insert(at, trees[at].clone()),
+                2 => trees[at] = self.tree(ITEM_WORDS, 2),
+                _ => {
+                    let other = self.below(trees.len());
+                    trees.swap(at, other);
+                }
+            }
+            trees.into_iter().collect()
+        }
+    }
+}

@@ -276,7 +276,10 @@ impl NewJob {
         let metadata = if self.metadata.is_empty() {
             None
         } else {
-            Some(serde_json::Value::Object(self.metadata).to_string())
+            Some(payload::encode(&self.metadata).map_err(|error| Error::BadOption {
+                option: "metadata",
+                problem: error.to_string(),
+            })?)
         };
         Ok(CheckedJob {
             priority: check_priority(self.priority)?,

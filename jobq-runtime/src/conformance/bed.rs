@@ -3,26 +3,50 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
 use jobq_core::lifecycle::Transition;
 use jobq_core::queue::bands;
+use tokio_util::sync::CancellationToken;
 
 use crate::client::{Client, ClientOptions};
+use crate::context::{Facts, JobContext};
 use crate::job::{CheckedDue, CheckedJob};
 use crate::store::{
     Claim, Claimed, ClaimedJob, Floor, NewSession, QueueClaim, Settled, Settlement, Store,
 };
+
+/// Longer than any case takes.
+pub(crate) const LEASE: Duration = Duration::from_secs(60);
+
+/// How long settled jobs are kept unless a case says otherwise.
+pub(crate) const RETENTION: Duration = Duration::from_secs(3600);
 
 /// Tables of their own for one case.
 pub(crate) struct Bed {
     pub(crate) client: Client,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) database: Database,
-    schema: String,
-    _folder: Option<tempfile::TempDir>,
+    pub(crate) schema: String,
+    /// Where to say what when the bed is dropped.
+    #[cfg(feature = "postgres")]
+    leftover: Option<(sqlx::postgres::PgConnectOptions, String)>,
+    folder: Option<tempfile::TempDir>,
 }
+
+/// Runs the same lines on the pool of either database.
+macro_rules! on_pool {
+    ($bed:expr, $pool:ident => $body:expr) => {
+        match &$bed.database {
+            #[cfg(feature = "postgres")]
+            $crate::conformance::bed::Database::Postgres($pool) => $body,
+            #[cfg(feature = "sqlite")]
+            $crate::conformance::bed::Database::Sqlite($pool) => $body,
+        }
+    };
+}
+pub(crate) use on_pool;
 
 /// A second way into the database, for what the store has no operation for.
 #[derive(Clone)]
@@ -53,7 +77,9 @@ impl Bed {
             store,
             database: Database::Sqlite(pool),
             schema: "jobq".to_owned(),
-            _folder: Some(folder),
+            #[cfg(feature = "postgres")]
+            leftover: None,
+            folder: Some(folder),
         }
     }
 
@@ -87,7 +113,58 @@ impl Bed {
             ClientOptions::new().schema(&schema).postgres(pool.clone()).expect("a good name");
         client.migrate().await.expect("the tables can be made");
         let store = client.store();
-        Self { client, store, database: Database::Postgres(pool), schema, _folder: None }
+        let options = (*pool.connect_options()).clone();
+        let leftover = Some((options, format!("drop schema {schema} cascade")));
+        Self { client, store, database: Database::Postgres(pool), schema, leftover, folder: None }
+    }
+
+    /// The same database with the tables under their default name: what a pool or a transaction
+    /// that no client was asked about writes to.
+    pub(crate) async fn with_default_names(self) -> Self {
+        match &self.database {
+            #[cfg(feature = "postgres")]
+            Database::Postgres(pool) => {
+                let name = format!("jobq_{}", self.schema);
+                self.execute(&format!("create database {name}")).await;
+                let outside = (*pool.connect_options()).clone();
+                let inside = outside.clone().database(&name);
+                let pool =
+                    sqlx::postgres::PgPoolOptions::new().max_connections(12).connect_lazy_with(inside);
+                let client = ClientOptions::new().postgres(pool.clone()).expect("a good name");
+                client.migrate().await.expect("the tables can be made");
+                Self {
+                    store: client.store(),
+                    client,
+                    database: Database::Postgres(pool),
+                    schema: "jobq".to_owned(),
+                    leftover: Some((outside, format!("drop database {name} with (force)"))),
+                    folder: None,
+                }
+            }
+            #[cfg(feature = "sqlite")]
+            Database::Sqlite(_) => self,
+        }
+    }
+
+    /// A client of its own, as another process would have, for tables of another name.
+    pub(crate) fn another_client(&self, schema: &str) -> Client {
+        self.client_with(ClientOptions::new().schema(schema))
+    }
+
+    /// A client of the same database.
+    pub(crate) fn client_with(&self, options: ClientOptions) -> Client {
+        match &self.database {
+            #[cfg(feature = "postgres")]
+            Database::Postgres(pool) => options.postgres(pool.clone()).expect("a good name"),
+            #[cfg(feature = "sqlite")]
+            Database::Sqlite(pool) => options.sqlite(pool.clone()).expect("a good name"),
+        }
+    }
+
+    /// The folder of an SQLite file.
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn folder(&self) -> &std::path::Path {
+        self.folder.as_ref().expect("only SQLite's cases ask").path()
     }
 
     pub(crate) fn is_sqlite(&self) -> bool {
@@ -103,34 +180,66 @@ impl Bed {
         }
     }
 
+    /// How a transaction begins that is going to write.
+    pub(crate) fn begin(&self) -> &'static str {
+        if self.is_sqlite() { "begin immediate" } else { "begin" }
+    }
+
+    /// The SQL for a time that many seconds from now, as it is stored.
+    pub(crate) fn from_now(&self, seconds: i64) -> String {
+        if self.is_sqlite() {
+            format!("({} + {seconds} * 1000000)", jobq_migrations::SQLITE_NOW)
+        } else {
+            format!("(clock_timestamp() + interval '{seconds} seconds')")
+        }
+    }
+
+    /// The SQL for a stored time in microseconds since 1970.
+    pub(crate) fn micros(&self, time: &str) -> String {
+        if self.is_sqlite() {
+            time.to_owned()
+        } else {
+            format!("(extract(epoch from {time}) * 1000000)::int8")
+        }
+    }
+
+    /// The database's time in microseconds.
+    pub(crate) async fn now(&self) -> i64 {
+        self.number(&format!("select {}", self.micros(&self.from_now(0)))).await
+    }
+
+    /// A statement's text for sqlx.
+    pub(crate) fn statement(&self, text: &str) -> sqlx::AssertSqlSafe<String> {
+        sqlx::AssertSqlSafe(self.sql(text))
+    }
+
     /// Runs a statement; `jobq.` stands for the tables' place.
     pub(crate) async fn execute(&self, text: &str) -> u64 {
-        let sql = sqlx::AssertSqlSafe(self.sql(text));
-        match &self.database {
-            #[cfg(feature = "postgres")]
-            Database::Postgres(pool) => {
-                sqlx::query(sql).execute(pool).await.expect("the statement runs").rows_affected()
-            }
-            #[cfg(feature = "sqlite")]
-            Database::Sqlite(pool) => {
-                sqlx::query(sql).execute(pool).await.expect("the statement runs").rows_affected()
-            }
-        }
+        let sql = self.statement(text);
+        on_pool!(self, pool => {
+            sqlx::query(sql).execute(pool).await.expect("the statement runs").rows_affected()
+        })
     }
 
     /// The one number that a query gives.
     pub(crate) async fn number(&self, text: &str) -> i64 {
-        let sql = sqlx::AssertSqlSafe(self.sql(text));
-        match &self.database {
-            #[cfg(feature = "postgres")]
-            Database::Postgres(pool) => {
-                sqlx::query_scalar(sql).fetch_one(pool).await.expect("the query gives a number")
-            }
-            #[cfg(feature = "sqlite")]
-            Database::Sqlite(pool) => {
-                sqlx::query_scalar(sql).fetch_one(pool).await.expect("the query gives a number")
-            }
-        }
+        let sql = self.statement(text);
+        on_pool!(self, pool => {
+            sqlx::query_scalar(sql).fetch_one(pool).await.expect("the query gives a number")
+        })
+    }
+
+    /// The texts of the one column that a query gives.
+    pub(crate) async fn texts(&self, text: &str) -> Vec<String> {
+        let sql = self.statement(text);
+        on_pool!(self, pool => {
+            sqlx::query_scalar(sql).fetch_all(pool).await.expect("the query gives texts")
+        })
+    }
+
+    /// How many rows a table has.
+    pub(crate) async fn count(&self, table: &str) -> i64 {
+        self.number(&format!("select count(*) from jobq.{table}")).await
     }
 
     /// Opens a session that knows `kinds`.
@@ -159,13 +268,43 @@ impl Bed {
     }
 
     pub(crate) async fn settle(&self, lease: Lease, transition: Transition) -> Settled {
-        let settlement = Settlement {
+        self.settle_all(&[settlement(lease, transition)]).await[0]
+    }
+
+    pub(crate) async fn settle_all(&self, settlements: &[Settlement]) -> Vec<Settled> {
+        self.store.settle(settlements).await.expect("settling reaches the database")
+    }
+
+    /// What a job function that runs a claimed job is given.
+    pub(crate) fn context(&self, lease: Lease, retention: Duration) -> JobContext {
+        let facts = Facts {
             lease,
-            transition,
-            retention: Duration::from_secs(3600),
-            doubtful: false,
+            kind: "k".into(),
+            queue: "default".into(),
+            attempt: 1,
+            max_attempts: 3,
+            created_at: jobq_core::time::Timestamp(0),
+            tags: Vec::new(),
+            metadata: serde_json::Map::new(),
+            retention,
+            schema: Some(self.store.schema().clone()),
         };
-        self.store.settle(&[settlement]).await.expect("settling reaches the database")[0]
+        JobContext::new(facts, CancellationToken::new(), Arc::default())
+    }
+
+    /// Lets a session's lease run out.
+    pub(crate) async fn expire(&self, session: SessionId) {
+        let past = self.from_now(-1);
+        let done = self
+            .execute(&format!("update jobq.sessions set leased_until = {past} where id = {session}"))
+            .await;
+        assert_eq!(done, 1, "the session is open");
+    }
+
+    /// Lets a pending job's time come.
+    pub(crate) async fn make_due(&self, job: JobId) {
+        let past = self.from_now(-1);
+        self.execute(&format!("update jobq.jobs set run_after = {past} where id = {job}")).await;
     }
 }
 
@@ -173,24 +312,21 @@ impl Bed {
 impl Drop for Bed {
     fn drop(&mut self) {
         // The server may be the user's own: leave nothing behind.
-        if let Database::Postgres(pool) = &self.database {
-            let options = (*pool.connect_options()).clone();
-            let drop_schema = format!("drop schema {} cascade", self.schema);
-            let cleaned = std::thread::spawn(move || {
-                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-                runtime.map(|runtime| {
-                    runtime.block_on(async {
-                        use sqlx::{ConnectOptions, Executor};
-                        if let Ok(mut connection) = options.connect().await {
-                            let statement = sqlx::AssertSqlSafe(drop_schema);
-                            let _ = connection.execute("set lock_timeout = '5s'").await;
-                            let _ = connection.execute(statement).await;
-                        }
-                    });
-                })
-            });
-            let _ = cleaned.join();
-        }
+        let Some((options, leftover)) = self.leftover.take() else { return };
+        let cleaned = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            runtime.map(|runtime| {
+                runtime.block_on(async {
+                    use sqlx::{ConnectOptions, Executor};
+                    if let Ok(mut connection) = options.connect().await {
+                        let statement = sqlx::AssertSqlSafe(leftover);
+                        let _ = connection.execute("set lock_timeout = '5s'").await;
+                        let _ = connection.execute(statement).await;
+                    }
+                });
+            })
+        });
+        let _ = cleaned.join();
     }
 }
 
@@ -209,15 +345,20 @@ impl Worker<'_> {
 
     /// Claims from a floor, the same in every band.
     pub(crate) async fn claim_from(&self, limit: u32, floor: Floor) -> Claimed {
-        let claim = Claim {
+        let claim = self.asking("default", limit, floor);
+        self.bed.store.claim(&claim).await.expect("claiming reaches the database")
+    }
+
+    /// A claim of this session.
+    pub(crate) fn asking(&self, queue: &str, limit: u32, floor: Floor) -> Claim {
+        Claim {
             kinds: self.kinds.iter().map(|kind| (kind.clone(), self.id)).collect(),
             queues: vec![QueueClaim {
-                queue: "default".to_owned(),
+                queue: queue.to_owned(),
                 limit,
                 floors: bands().map(|band| (band, floor)).collect(),
             }],
-        };
-        self.bed.store.claim(&claim).await.expect("claiming reaches the database")
+        }
     }
 
     /// Claims exactly one job.
@@ -243,11 +384,7 @@ pub(crate) fn job(kind: &'static str) -> CheckedJob {
     }
 }
 
-/// Waits until a condition holds; fails after 20 s.
-pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut holds: impl FnMut() -> F) {
-    let end = Instant::now() + Duration::from_secs(20);
-    while !holds().await {
-        assert!(Instant::now() < end, "it never came to be that {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+/// A transition to be written for a lease, with the usual retention.
+pub(crate) fn settlement(lease: Lease, transition: Transition) -> Settlement {
+    Settlement { lease, transition, retention: RETENTION, doubtful: false }
 }

@@ -18,7 +18,8 @@ use crate::job::CheckedJob;
 
 #[cfg(feature = "postgres")]
 pub(crate) mod postgres;
-
+#[cfg(feature = "sqlite")]
+pub(crate) mod sqlite;
 
 /// Where jobq's tables are in a database: a PostgreSQL schema, or a prefix on SQLite.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -14,7 +14,7 @@ async fn relative(id: i64, #[serde(default)] width: u32) -> Result<(), std::fmt:
     Ok(())
 }
 
-#[job(crate = "crate::my::deep::jobq")]
+#[job(crate = "crate::pass::crate_path::my::deep::jobq")]
 fn absolute(id: Option<i64>) {
     println!("{id:?}");
 }
@@ -34,7 +34,8 @@ mod inside {
     pub fn explicit() {}
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let _ = relative::new(1, 2);
     let _ = absolute::new(None);
     let _ = inside::from_super::new(1);

@@ -1,6 +1,8 @@
 //! A job whose parts come from a `macro_rules!` macro.
 #![deny(warnings)]
 
+use jobq::Job;
+
 macro_rules! make_job {
     (
         $(#[$meta:meta])*
@@ -23,7 +25,8 @@ make_job! {
     queue = "images", lease = "10s", attempts = 1 + 2, old = "shrink"
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let _ = resize::new(1, (2, 3), None);
     assert_eq!(resize::DEF.options.max_attempts, 3);
     assert_eq!(resize::DEF.aliases, ["shrink"]);

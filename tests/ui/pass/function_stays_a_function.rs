@@ -15,8 +15,8 @@ async fn resize(
     Ok(image_id * i64::from(width) * i64::from(ctx.attempt()))
 }
 
-#[tokio::main(flavor = "current_thread")]
-async fn main() {
+#[tokio::test]
+async fn it_works() {
     let done = resize(2, 3, State(Store(1)), &JobContext::detached()).await;
     assert_eq!(done, Ok(8));
 

@@ -35,7 +35,8 @@ fn two() -> &'static str {
     "none"
 }
 
-fn main() {
+#[test]
+fn it_works() {
     assert_eq!(one(), "first");
     assert_eq!(two(), "resize");
 }

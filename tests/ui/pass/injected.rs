@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use jobq::{CancellationToken, Inject, JobContext, State, job};
+use jobq::{CancellationToken, Inject, Job, JobContext, State, job};
 
 #[derive(Clone)]
 struct Store {
@@ -46,19 +46,14 @@ async fn patterns(
 }
 
 #[job]
-fn only_injected((State(a), State(b)): Both) {
+fn only_injected(State((a, b)): State<(u8, u16)>) {
     println!("{a} {b}");
 }
 
-#[derive(serde::Serialize, serde::Deserialize)]
-struct Unused;
-
-/// A tuple is no name the macro knows.
-type Both = (State<u8>, State<u16>);
-
-fn main() {
+#[test]
+fn it_works() {
     let _ = patterns::new(1);
     let _ = only_injected::new();
     let names: Vec<&str> = (patterns::DEF.needs)().iter().map(|need| need.name).collect();
-    assert_eq!(names.len(), 7);
+    assert_eq!(names.len(), 7, "{names:?}");
 }

@@ -19,10 +19,7 @@ use jobs::mail::*;
 use jobs::resize;
 use jobs::resize as shrink;
 
-async fn enqueue<T>(mut target: impl FnMut() -> T) -> jobq::Result<()>
-where
-    T: jobq::EnqueueTarget,
-{
+async fn enqueue<T: jobq::EnqueueTarget>(target: fn() -> T) -> jobq::Result<()> {
     resize::enqueue(target(), 7).await?;
     shrink::enqueue(target(), 7).await?;
     greet::enqueue(target(), "Ada".to_owned()).await?;
@@ -30,7 +27,8 @@ where
     Ok(())
 }
 
-fn main() {
+#[test]
+fn it_works() {
     resize(1);
     shrink(2);
     greet("Ada".to_owned());

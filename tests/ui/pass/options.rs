@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use jobq::{JobOptions, job};
+use jobq::{Job, JobOptions, job};
 
 #[job(
     queue = "images/eu-1",
@@ -46,7 +46,8 @@ fn constants() {}
 #[job()]
 fn plain() {}
 
-fn main() {
+#[test]
+fn it_works() {
     assert_eq!(resize::NAME, "resize.v2");
     assert_eq!(resize::DEF.aliases, ["resize", "shrink"]);
     let options = resize::DEF.options;

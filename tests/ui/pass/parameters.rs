@@ -65,7 +65,8 @@ fn shapes(
     println!("{pair:?} {array:?} {map:?} {text} {boxed:?} {nested:?} {projected}");
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let _ = none::new();
     let _ = optional::new(Some(1), None);
     let _ = r#type::new(1, 2);

@@ -18,6 +18,7 @@ pub fn resize(value: Private, store: jobq::State<Store>) -> Result<Private, Brok
     if value.0 == 0 { Err(Broken) } else { Ok(value) }
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let _ = resize::new(Private(1));
 }

@@ -48,7 +48,8 @@ fn own(path: std::path::PathBuf) -> std::result::Result<(), Failure> {
     Ok(())
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let _ = [nothing::new(), unit::new(), text_error::new(1), static_error::new()];
     let _ = [any_error::new(String::new()), alias::new(String::new()), own::new("x".into())];
 }

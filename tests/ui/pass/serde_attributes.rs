@@ -41,7 +41,8 @@ fn resize(
     println!("{image_id} {width} {height} {big} {} {quality:?}", extra.note);
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let job = resize::new(1, 2, 10, u64::MAX, Extra { note: "x".to_owned() }, None);
     let text = format!("{job:?}");
     assert!(text.contains(r#"{\"imageId\":1,\"width\":2,\"big\":\"18446744073709551615\",\"note\":\"x\",\"q\":null}"#), "{text}");

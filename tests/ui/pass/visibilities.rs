@@ -9,7 +9,7 @@ struct Private(u32);
 
 #[job]
 fn private(value: Private) {
-    drop(value);
+    let _ = value;
 }
 
 mod a {
@@ -22,23 +22,23 @@ mod a {
 
     #[job]
     pub(crate) fn in_crate(value: u32) {
-        drop(value);
+        let _ = value;
     }
 
     #[job]
     pub(super) fn in_super(value: Restricted, State(_state): State<Private>) {
-        drop(value);
+        let _ = value;
     }
 
     pub(super) mod b {
         #[jobq::job]
-        pub(in crate::a) fn in_path(value: u32) {
-            drop(value);
+        pub(in crate::pass::visibilities::a) fn in_path(value: u32) {
+            let _ = value;
         }
 
         #[jobq::job]
         pub(self) fn in_self(value: u32) {
-            drop(value);
+            let _ = value;
         }
 
         pub(crate) fn from_inside() -> jobq::NewJob {
@@ -51,7 +51,8 @@ mod a {
     }
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let _ = private::new(Private(1));
     let _ = a::in_crate::new(1);
     let _ = a::in_super::new(a::Restricted(1));

@@ -37,7 +37,8 @@ fn keep(#[payload] state: State<u32>) {
     println!("{}", state.value);
 }
 
-fn main() {
+#[test]
+fn it_works() {
     let text = format!("{:?}", publish::new(Event::Created { id: 1 }));
     assert!(text.contains(r#"{\"kind\":\"Created\",\"id\":1}"#), "{text}");
     let _ = publish::new(Event::Deleted);

@@ -6,12 +6,11 @@ use std::time::Duration;
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::lifecycle::{Counters, Limits};
 use jobq_core::time::{Timestamp, micros};
-use sqlx::Row;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{
     Beat, BeatReply, Claim, Claimed, Floor, HEARTBEATS_FIRST, NewSession, Schema, SqliteStore,
-    count, json, sql,
+    count, get, json, sql,
 };
 use crate::store::{ClaimedJob, metadata_map, tags_list};
 
@@ -351,24 +350,25 @@ const TAKE_BAND: &str = "
 fn claimed_job(row: &SqliteRow, band: &Band) -> sqlx::Result<ClaimedJob> {
     Ok(ClaimedJob {
         lease: lease(row)?,
-        kind: row.try_get("kind")?,
+        kind: get(row, "kind")?,
         queue: band.queue.clone(),
         band: band.band,
-        run_after: Timestamp(row.try_get("run_after")?),
+        run_after: Timestamp(get(row, "run_after")?),
         counters: counters(row)?,
         limits: limits(row)?,
-        created_at: Timestamp(row.try_get("created_at")?),
-        tags: tags_list(row.try_get("tags")?),
-        metadata: metadata_map(row.try_get("metadata")?),
-        payload: row.try_get("payload")?,
+        created_at: Timestamp(get(row, "created_at")?),
+        // Bytes that are no text must not stop the whole queue: as a payload they are undecodable.
+        tags: tags_list(get(row, "tags").unwrap_or_default()),
+        metadata: metadata_map(get(row, "metadata").unwrap_or_default()),
+        payload: get(row, "payload").unwrap_or_default(),
     })
 }
 
 pub(super) fn lease(row: &SqliteRow) -> sqlx::Result<Lease> {
     Ok(Lease {
-        job: JobId(row.try_get("id")?),
-        token: Token(row.try_get("token")?),
-        session: SessionId(row.try_get("leased_by")?),
+        job: JobId(get(row, "id")?),
+        token: Token(get(row, "token")?),
+        session: SessionId(get(row, "leased_by")?),
     })
 }
 

@@ -18,7 +18,6 @@ mod tests;
 mod writer;
 
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
@@ -28,7 +27,7 @@ use sqlx::sqlite::{
     Sqlite, SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqlitePool,
     SqlitePoolOptions, SqliteRow,
 };
-use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Row, SqlSafeStr, SqlStr};
+use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Decode, Row, SqlSafeStr, SqlStr};
 
 use super::{
     AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, Floor, HeldJob,
@@ -54,7 +53,7 @@ pub(crate) struct SqliteStore {
     /// The application's pool.
     pool: SqlitePool,
     /// What the store's own connections are opened with.
-    options: Arc<SqliteConnectOptions>,
+    options: SqliteConnectOptions,
     /// Connections for plain reads, opened when first used.
     readers: SqlitePool,
     writer: Writer,
@@ -85,7 +84,7 @@ impl SqliteStore {
             .test_before_acquire(false)
             .connect_lazy_with(options.clone());
         let writer = Writer::new(&options);
-        Ok(Self { pool, options: Arc::new(options), readers, writer, schema })
+        Ok(Self { pool, options, readers, writer, schema })
     }
 
     /// Statement text for this schema.
@@ -196,9 +195,14 @@ async fn within<T>(
     }
 }
 
-/// A number that is never negative, whatever somebody wrote into the row.
+/// A value of whatever type was written, as the type asked for: SQLite's columns take anything.
+fn get<'r, T: Decode<'r, Sqlite>>(row: &'r SqliteRow, column: &str) -> sqlx::Result<T> {
+    row.try_get_unchecked(column)
+}
+
+/// A number that counts something.
 fn count(row: &SqliteRow, column: &str) -> sqlx::Result<u32> {
-    let number: i64 = row.try_get(column)?;
+    let number: i64 = get(row, column)?;
     Ok(u32::try_from(number.max(0)).unwrap_or(u32::MAX))
 }
 
@@ -236,7 +240,7 @@ impl Store for SqliteStore {
     }
 
     fn pulse(&self) -> BoxFuture<'static, Result<Box<dyn Pulse>>> {
-        let options = (*self.options).clone().busy_timeout(ONE_TRY);
+        let options = self.options.clone().busy_timeout(ONE_TRY);
         let schema = self.schema.clone();
         Box::pin(async move {
             let connect = SqliteConnection::connect_with(&options);

@@ -1,0 +1,152 @@
+//! Workers that are killed, and workers that come back too late.
+
+use crate::bed::{Bed, SIGCONT, SIGKILL, SIGSTOP, on_every_database};
+use crate::jobs::{effect, held_open, late_effect, poison, quick};
+
+on_every_database! {
+    a_killed_worker_loses_and_doubles_nothing
+    a_worker_that_wakes_after_its_lease_writes_nothing
+    a_poison_job_dies_alone
+    a_rescued_job_runs_before_the_backlog
+    an_open_transaction_of_a_killed_worker_is_rolled_back_and_the_job_rescued
+}
+
+async fn a_killed_worker_loses_and_doubles_nothing(bed: Bed) {
+    const JOBS: i64 = 2_000;
+    let jobs = (0..JOBS).map(|n| effect::new(u64::try_from(n % 7).expect("small")));
+    jobq::enqueue_many(&bed.client, jobs).await.expect("jobs can be enqueued");
+    let workers: Vec<_> =
+        ["one", "two", "three"].iter().map(|name| bed.worker(name, &[])).collect();
+    bed.until("select count(*) from effects", |effects| effects >= 300).await;
+    bed.until(
+        "select count(*) from jobq.job_states where state = 'running' and worker = 'two'",
+        |held| held > 0,
+    )
+    .await;
+    workers[1].signal(SIGKILL);
+    let held = "select count(*) from jobq.job_states where state = 'running' and worker = 'two'";
+    let left = bed.db.number(held).await;
+    let done = bed.db.number("select count(*) from effects").await;
+    println!("killed with {done} of {JOBS} done; it held {left}");
+
+    bed.until("select count(*) from jobq.jobs", |jobs| jobs == 0).await;
+    assert_eq!(bed.db.number("select count(*) from effects").await, JOBS);
+    assert_eq!(bed.db.number("select count(distinct job_id) from effects").await, JOBS);
+    let completed = "select count(*) from jobq.finished where state = 'completed'";
+    assert_eq!(bed.db.number(completed).await, JOBS);
+    assert_eq!(bed.db.number("select count(*) from jobq.dead").await, 0);
+    // Only what the killed worker held ran twice.
+    let twice = "select count(*) from (
+        select job_id from log where what = 'start' group by job_id having count(*) > 1
+    ) as again";
+    let twice = bed.db.number(twice).await;
+    println!("{twice} jobs were run again");
+    assert!(twice <= 20, "{twice} jobs ran again, the worker had 20 slots");
+    let strangers = "select count(*) from log as first
+        join log as second on second.job_id = first.job_id and second.token > first.token
+        where first.worker <> 'two'";
+    assert_eq!(bed.db.number(strangers).await, 0, "only its own jobs ran again");
+}
+
+async fn a_worker_that_wakes_after_its_lease_writes_nothing(bed: Bed) {
+    let id = late_effect::enqueue(&bed.client, "gate".to_owned()).await.expect("enqueued").id;
+    let late = bed.worker("late", &[]);
+    bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
+    late.signal(SIGSTOP);
+    let stopped = std::time::Instant::now();
+    let left = bed.db.number(match &bed.db {
+        crate::bed::Db::Postgres(_) => {
+            "select (extract(epoch from leased_until - clock_timestamp()) * 1000)::int8
+             from jobq.sessions"
+        }
+        crate::bed::Db::Sqlite(_) => {
+            "select leased_until / 1000 - cast(unixepoch('subsec') * 1000 as integer)
+             from jobq.sessions"
+        }
+    });
+    let left = left.await;
+    let second = bed.worker("second", &[]);
+    bed.until("select count(*) from log where what = 'start' and worker = 'second'", |n| n == 1)
+        .await;
+    let taken_over = stopped.elapsed().as_millis();
+    println!("taken over {taken_over} ms after the stop; the lease had {left} ms to go");
+    // The lease and a sweep of 3 s; the rest is room for a busy machine.
+    assert!(taken_over < u128::from(left.unsigned_abs()) + 3_000 + 7_000);
+    late.signal(SIGCONT);
+    bed.open_gate("gate").await;
+    bed.until("select count(*) from log where what = 'refused' and worker = 'late'", |n| n == 1)
+        .await;
+    bed.until("select count(*) from log where what = 'written' and worker = 'second'", |n| n == 1)
+        .await;
+    bed.until("select count(*) from jobq.finished", |finished| finished == 1).await;
+    let effects = format!("select count(*) from effects where job_id = {id} and worker = 'second'");
+    assert_eq!(bed.db.number(&effects).await, 1);
+    assert_eq!(bed.db.number("select count(*) from effects").await, 1);
+    assert_eq!(bed.db.number("select token from jobq.finished").await, 2);
+    drop((late, second));
+}
+
+async fn a_poison_job_dies_alone(bed: Bed) {
+    let poison = poison::enqueue(&bed.client).await.expect("enqueued").id;
+    let innocents = (0..30).map(|_| effect::new(300)).collect::<Vec<_>>();
+    jobq::enqueue_many(&bed.client, innocents).await.expect("enqueued");
+    // A process manager that starts the worker again each time it dies.
+    let mut worker = bed.worker("w0", &[]);
+    let mut starts = 1;
+    while bed.db.number("select count(*) from jobq.jobs").await > 0 {
+        if !worker.is_running() {
+            worker = bed.worker(&format!("w{starts}"), &[]);
+            starts += 1;
+        }
+        assert!(starts < 20, "it never ends");
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    assert_eq!(bed.db.number("select count(*) from effects").await, 30, "no neighbour was lost");
+    let dead = format!("select count(*) from jobq.dead where id = {poison} and reason = 'poison'");
+    assert_eq!(bed.db.number(&dead).await, 1);
+    assert_eq!(bed.db.number("select count(*) from jobq.dead").await, 1);
+    assert_eq!(starts, 4, "three crashes, and the start that found peace");
+}
+
+async fn a_rescued_job_runs_before_the_backlog(bed: Bed) {
+    late_effect::enqueue(&bed.client, "never".to_owned()).await.expect("enqueued");
+    let first = bed.worker("first", &[]);
+    bed.until("select count(*) from log where what = 'start'", |n| n == 1).await;
+    for _ in 0..6 {
+        let jobs = (0..10_000).map(quick::new);
+        jobq::enqueue_many(&bed.client, jobs).await.expect("enqueued");
+    }
+    first.signal(SIGKILL);
+    bed.open_gate("never").await;
+    let second = bed.worker("second", &[("JOBQ_WORKER_SLOTS", "4")]);
+    bed.until("select count(*) from effects", |effects| effects == 1).await;
+    let before = bed.db.number("select count(*) from jobq.jobs where kind = 'quick'").await;
+    println!("the rescued job was done with {before} of 60000 still waiting");
+    assert!(before > 30_000, "it ran before most of the backlog");
+    drop(second);
+}
+
+async fn an_open_transaction_of_a_killed_worker_is_rolled_back_and_the_job_rescued(bed: Bed) {
+    let gate = bed.file("gate").display().to_string();
+    held_open::enqueue(&bed.client, gate.clone(), "read committed".to_owned())
+        .await
+        .expect("enqueued");
+    let first = bed.worker("first", &[]);
+    bed.until("select count(*) from log where what = 'start'", |n| n == 1).await;
+    if matches!(bed.db, crate::bed::Db::Sqlite(_)) {
+        let open = format!("{gate}.open");
+        while !std::path::Path::new(&open).exists() {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    }
+    first.signal(SIGKILL);
+    let second = bed.worker("second", &[]);
+    bed.until("select count(*) from log where what = 'start' and worker = 'second'", |n| n == 1)
+        .await;
+    std::fs::write(&gate, "").expect("a gate can be opened");
+    bed.open_gate(&gate).await;
+    bed.until("select count(*) from jobq.finished", |finished| finished == 1).await;
+    assert_eq!(bed.db.number("select count(*) from effects").await, 1);
+    assert_eq!(bed.db.number("select token from jobq.finished").await, 2);
+    drop(second);
+}

@@ -1,0 +1,164 @@
+//! The jobs that worker processes run, and the worker process itself.
+
+use std::time::Duration;
+
+use jobq::{JobContext, Runtime, State, job};
+
+use crate::bed::Db;
+
+type Fallible = Result<(), Box<dyn std::error::Error + Send + Sync>>;
+
+/// Writes an effect exactly once: in the transaction that completes the job.
+#[job(lease = "2s", max_attempts = 50)]
+pub(crate) async fn effect(pause_ms: u64, State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    db.log(ctx, "start").await?;
+    tokio::time::sleep(Duration::from_millis(pause_ms)).await;
+    write_effect(&db, ctx).await
+}
+
+/// Writes an effect after its gate was opened; a plain function, which nothing can drop.
+#[job(lease = "2s", max_attempts = 50)]
+pub(crate) fn late_effect(gate: String, State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    let runtime = tokio::runtime::Handle::current();
+    runtime.block_on(db.log(ctx, "start"))?;
+    runtime.block_on(wait_for_gate(&db, &gate));
+    let written = runtime.block_on(write_effect(&db, ctx));
+    let word = match &written {
+        Ok(()) => "written",
+        Err(error) if error.to_string().contains("lease was lost") => "refused",
+        Err(_) => "failed",
+    };
+    runtime.block_on(db.log(ctx, word))?;
+    written
+}
+
+/// Keeps the transaction that completes it open until its gate is opened.
+#[job(lease = "1s", max_attempts = 50)]
+pub(crate) async fn held_open(
+    gate: String,
+    isolation: String,
+    State(db): State<Db>,
+    ctx: &JobContext,
+) -> Fallible {
+    let insert = format!("insert into effects values ({}, 'held open')", ctx.id());
+    let insert = sqlx::AssertSqlSafe(insert);
+    match &db {
+        Db::Postgres(pool) => {
+            let begin = format!("begin isolation level {isolation}");
+            let mut tx = pool.begin_with(sqlx::AssertSqlSafe(begin)).await?;
+            sqlx::query(insert).execute(&mut *tx).await?;
+            ctx.complete_in(&mut tx).await?;
+            db.log(ctx, "start").await?;
+            wait_for_gate(&db, &gate).await;
+            tx.commit().await?;
+        }
+        Db::Sqlite(pool) => {
+            // Logged first: while the transaction is open nobody else can write.
+            db.log(ctx, "start").await?;
+            let mut tx = pool.begin_with("begin immediate").await?;
+            sqlx::query(insert).execute(&mut *tx).await?;
+            ctx.complete_in(&mut tx).await?;
+            std::fs::write(format!("{gate}.open"), "")?;
+            while !std::path::Path::new(&gate).exists() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            tx.commit().await?;
+        }
+    }
+    Ok(())
+}
+
+/// Blocks a thread of the runtime, as no async function should.
+#[job(lease = "1s", max_attempts = 50)]
+pub(crate) async fn hog(seconds: u64, State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    db.log(ctx, "start").await?;
+    std::thread::sleep(Duration::from_secs(seconds));
+    write_effect(&db, ctx).await
+}
+
+/// Waits until it is told to stop, or for ever.
+#[job(lease = "2s", max_attempts = 5)]
+pub(crate) async fn patient(obedient: bool, State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    db.log(ctx, "start").await?;
+    if obedient {
+        ctx.cancelled().await;
+        db.log(ctx, "told").await?;
+        return Err("told to stop".into());
+    }
+    std::future::pending().await
+}
+
+/// Does nothing, in order.
+#[job(lease = "2s")]
+pub(crate) async fn quick(n: i64, State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    let _ = n;
+    db.log(ctx, "start").await?;
+    Ok(())
+}
+
+/// Kills its own process.
+#[job(lease = "1s", max_attempts = 50, max_crashes = 3)]
+pub(crate) async fn poison(State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    db.log(ctx, "start").await?;
+    std::process::abort();
+}
+
+async fn write_effect(db: &Db, ctx: &JobContext) -> Fallible {
+    let worker = std::env::var("JOBQ_WORKER_NAME").unwrap_or_default();
+    let insert = format!("insert into effects values ({}, '{worker}')", ctx.id());
+    let insert = sqlx::AssertSqlSafe(insert);
+    match db {
+        Db::Postgres(pool) => {
+            let mut tx = pool.begin().await?;
+            sqlx::query(insert).execute(&mut *tx).await?;
+            ctx.complete_in(&mut tx).await?;
+            tx.commit().await?;
+        }
+        Db::Sqlite(pool) => {
+            let mut tx = pool.begin_with("begin immediate").await?;
+            sqlx::query(insert).execute(&mut *tx).await?;
+            ctx.complete_in(&mut tx).await?;
+            tx.commit().await?;
+        }
+    }
+    Ok(())
+}
+
+async fn wait_for_gate(db: &Db, gate: &str) {
+    let sql = format!("select count(*) from gates where name = '{gate}'");
+    while db.number(&sql).await == 0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// The `main` of a worker process; as a test of its own it does nothing.
+#[test]
+fn worker_process() {
+    let Ok(url) = std::env::var("JOBQ_WORKER_URL") else { return };
+    let setting = |name: &str, default: u64| {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let threads = setting("JOBQ_WORKER_THREADS", 2) as usize;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads)
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    let code = runtime.block_on(async {
+        let client = jobq::Client::connect(&url).await.expect("the database can be reached");
+        let db = Db::connect(&url, setting("JOBQ_WORKER_POOL", 8) as u32).await;
+        let worker = Runtime::new(client)
+            .name(std::env::var("JOBQ_WORKER_NAME").unwrap_or_default())
+            .state(db)
+            .queue("default", setting("JOBQ_WORKER_SLOTS", 20) as usize)
+            .queue("elsewhere", 1)
+            .only_queues([std::env::var("JOBQ_WORKER_QUEUE").unwrap_or("default".to_owned())])
+            .shutdown_timeout(Duration::from_millis(setting("JOBQ_WORKER_SHUTDOWN_MS", 5_000)));
+        let ended = worker.run().await.expect("a worker that started does not fail");
+        println!("{ended:?}");
+        i32::from(!ended.is_clean())
+    });
+    runtime.shutdown_background();
+    // The harness would report success whatever happened.
+    std::process::exit(code);
+}

@@ -1,0 +1,11 @@
+//! Real worker processes on real databases, stopped, cut off and killed by real signals.
+//!
+//! A worker process is this test program started again: see [`jobs::worker_process`].
+
+mod bed;
+mod crash;
+mod jobs;
+mod leases;
+mod outage;
+mod server;
+mod stop;
