@@ -77,7 +77,7 @@ pub(crate) async fn hog(seconds: u64, State(db): State<Db>, ctx: &JobContext) ->
 }
 
 /// Waits until it is told to stop, or for ever.
-#[job(lease = "2s", max_attempts = 5)]
+#[job(lease = "10s", max_attempts = 5)]
 pub(crate) async fn patient(obedient: bool, State(db): State<Db>, ctx: &JobContext) -> Fallible {
     db.log(ctx, "start").await?;
     if obedient {
