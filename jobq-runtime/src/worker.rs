@@ -50,18 +50,20 @@ struct Run {
 
 /// The right to run one job of a queue; free again when dropped.
 pub(crate) struct Slot {
-    _permit: OwnedSemaphorePermit,
+    permit: Option<OwnedSemaphorePermit>,
     freed: Arc<Notify>,
 }
 
 impl Slot {
     pub(crate) fn new(permit: OwnedSemaphorePermit, freed: &Arc<Notify>) -> Self {
-        Self { _permit: permit, freed: Arc::clone(freed) }
+        Self { permit: Some(permit), freed: Arc::clone(freed) }
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
+        // First free, then told: whoever is woken must find it.
+        self.permit.take();
         self.freed.notify_one();
     }
 }
@@ -135,11 +137,7 @@ impl Worker {
     }
 
     /// Calls `tell` with the control of each running job that `wanted` picks.
-    pub(crate) fn tell(
-        &self,
-        wanted: impl Fn((JobId, Token)) -> bool,
-        tell: impl Fn(&Control),
-    ) {
+    pub(crate) fn tell(&self, wanted: impl Fn((JobId, Token)) -> bool, tell: impl Fn(&Control)) {
         for (key, run) in locked(&self.running).iter() {
             if wanted(*key) {
                 tell(&run.control);

@@ -109,7 +109,11 @@ impl Bed {
         Self::new(format!("{server}/{name}"), Some((url.to_owned(), name)), folder).await
     }
 
-    async fn new(url: String, admin_url: Option<(String, String)>, folder: tempfile::TempDir) -> Self {
+    async fn new(
+        url: String,
+        admin_url: Option<(String, String)>,
+        folder: tempfile::TempDir,
+    ) -> Self {
         let client = Client::connect(&url).await.expect("the database can be reached");
         client.migrate().await.expect("the tables can be made");
         let db = Db::connect(&url, 10).await;

@@ -33,7 +33,7 @@ pub(crate) fn late_effect(gate: String, State(db): State<Db>, ctx: &JobContext) 
 }
 
 /// Keeps the transaction that completes it open until its gate is opened.
-#[job(lease = "1s", max_attempts = 50)]
+#[job(lease = "2s", max_attempts = 50)]
 pub(crate) async fn held_open(
     gate: String,
     isolation: String,
@@ -69,7 +69,7 @@ pub(crate) async fn held_open(
 }
 
 /// Blocks a thread of the runtime, as no async function should.
-#[job(lease = "1s", max_attempts = 50)]
+#[job(lease = "2s", max_attempts = 50)]
 pub(crate) async fn hog(seconds: u64, State(db): State<Db>, ctx: &JobContext) -> Fallible {
     db.log(ctx, "start").await?;
     std::thread::sleep(Duration::from_secs(seconds));

@@ -13,8 +13,8 @@ on_every_database! {
 
 async fn handlers_that_block_every_thread_keep_their_leases(bed: Bed) {
     // Two threads, two jobs that each block one for three leases.
-    hog::enqueue(&bed.client, 3).await.expect("enqueued");
-    hog::enqueue(&bed.client, 3).await.expect("enqueued");
+    hog::enqueue(&bed.client, 6).await.expect("enqueued");
+    hog::enqueue(&bed.client, 6).await.expect("enqueued");
     let _hogged = bed.worker("hogged", &[("JOBQ_WORKER_THREADS", "2")]);
     bed.until("select count(*) from log where what = 'start'", |n| n == 2).await;
     // Another process sweeps, and would take the jobs if their lease ended.
@@ -63,8 +63,8 @@ async fn an_open_complete_in_costs_neither_its_own_lease_nor_its_neighbours(bed:
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
-        // Two leases of one second, and more than a sweep: what the test is about is this time.
-        tokio::time::sleep(Duration::from_secs(4)).await;
+        // Two leases of two seconds, and more than a sweep: the test is about this time.
+        tokio::time::sleep(Duration::from_secs(5)).await;
         std::fs::write(&gate, "").expect("a gate can be opened");
         bed.open_gate(&gate).await;
         bed.until("select count(*) from jobq.finished", |finished| finished == 20).await;

@@ -60,9 +60,8 @@ async fn a_stop_ends_by_its_deadline_though_the_database_never_answers() {
     crate::jobs::patient::enqueue(&client, false).await.expect("enqueued");
     let stop = tokio_util::sync::CancellationToken::new();
     let stopped = stop.clone();
-    let runtime = jobq::Runtime::new(client)
-        .state(bed.db.clone())
-        .shutdown_timeout(Duration::from_secs(1));
+    let runtime =
+        jobq::Runtime::new(client).state(bed.db.clone()).shutdown_timeout(Duration::from_secs(1));
     let run = tokio::spawn(runtime.run_until(async move { stopped.cancelled().await }));
     bed.until("select count(*) from log where what = 'start'", |n| n == 1).await;
     wire.set(Mode::BlackHole);

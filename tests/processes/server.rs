@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -46,10 +45,6 @@ impl Server {
         format!("postgres://postgres@127.0.0.1:{}/postgres", self.port)
     }
 
-    pub(crate) fn port(&self) -> u16 {
-        self.port
-    }
-
     pub(crate) fn up(&self) {
         let options = format!(
             "-p {} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c max_connections=100",
@@ -66,7 +61,11 @@ impl Server {
 
     /// Stops the server: `fast` closes connections, `immediate` is like pulling the plug.
     pub(crate) fn down(&self, mode: &str) {
-        run(self.program("pg_ctl").arg("-D").arg(self.data()).args(["-s", "-w", "-m", mode, "stop"]));
+        run(self
+            .program("pg_ctl")
+            .arg("-D")
+            .arg(self.data())
+            .args(["-s", "-w", "-m", mode, "stop"]));
     }
 
     fn data(&self) -> PathBuf {
@@ -152,4 +151,3 @@ impl Wire {
         self.mode.send_replace(mode);
     }
 }
-

@@ -201,11 +201,7 @@ enum Sessions {
 
 impl Look {
     fn empty_handed(&self) -> Claimed {
-        Claimed {
-            now: self.now,
-            sessions_live: self.sessions == Sessions::Live,
-            jobs: Vec::new(),
-        }
+        Claimed { now: self.now, sessions_live: self.sessions == Sessions::Live, jobs: Vec::new() }
     }
 }
 
@@ -381,7 +377,10 @@ pub(super) fn counters(row: &SqliteRow) -> sqlx::Result<Counters> {
 }
 
 pub(super) fn limits(row: &SqliteRow) -> sqlx::Result<Limits> {
-    Ok(Limits { max_attempts: count(row, "max_attempts")?, max_crashes: count(row, "max_crashes")? })
+    Ok(Limits {
+        max_attempts: count(row, "max_attempts")?,
+        max_crashes: count(row, "max_crashes")?,
+    })
 }
 
 /// Extends a session and reads what became of its jobs.

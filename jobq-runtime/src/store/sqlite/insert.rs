@@ -66,7 +66,8 @@ async fn insert_on(
     if jobs.is_empty() {
         return Ok(Vec::new());
     }
-    let ids = insert_rows(connection, schema, rows(jobs)).await.map_err(on_callers("enqueue jobs"))?;
+    let ids =
+        insert_rows(connection, schema, rows(jobs)).await.map_err(on_callers("enqueue jobs"))?;
     wake::poke();
     Ok(ids)
 }

@@ -3,11 +3,11 @@
 use jobq_core::job::{JobId, JobState, Token};
 use jobq_core::time::{Timestamp, micros};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{Decode, Sqlite, SqlStr};
+use sqlx::{Decode, SqlStr, Sqlite};
 
 use super::{
-    AttemptInfo, CancelReply, DeadFilter, DeadJob, Error, Lookup, QueueCount, Result,
-    SqliteStore, count, get, json, sql,
+    AttemptInfo, CancelReply, DeadFilter, DeadJob, Error, Lookup, QueueCount, Result, SqliteStore,
+    count, get, json, sql,
 };
 use crate::store::{DEFAULT_RETENTION, JobInfo};
 
@@ -304,8 +304,7 @@ async fn bring_back(
     statement: SqlStr,
     ids: &str,
 ) -> sqlx::Result<Vec<i64>> {
-    let mut ids: Vec<i64> =
-        sqlx::query_scalar(statement).bind(ids).fetch_all(connection).await?;
+    let mut ids: Vec<i64> = sqlx::query_scalar(statement).bind(ids).fetch_all(connection).await?;
     ids.sort_unstable();
     Ok(ids)
 }

@@ -70,7 +70,7 @@ impl SqliteStore {
         let options = pool.connect_options();
         if is_in_memory(&options) {
             return Err(Error::BadUrl {
-                url: options.to_url_lossy().to_string(),
+                url: format!("sqlite:{}", options.get_filename().display()),
                 problem: "a database in memory belongs to one connection: every other one would \
                           get an empty database of its own; use a file, as in \"sqlite:jobs.db\""
                     .to_owned(),
@@ -120,6 +120,9 @@ fn is_in_memory(options: &SqliteConnectOptions) -> bool {
                 || uri.contains("vfs=memdb")
         })
         || options
+            .clone()
+            // The driver panics when it makes a URL of some file names; only the rest is wanted.
+            .filename("jobs.db")
             .to_url_lossy()
             .query_pairs()
             .any(|(key, value)| matches!((&*key, &*value), ("mode", "memory") | ("vfs", "memdb")))

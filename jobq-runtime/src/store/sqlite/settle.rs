@@ -52,17 +52,7 @@ struct Finish(i64, i64, i64, i64, Option<String>);
 
 /// id, token, session, attempt, crashes, interruptions, delay, reason, error
 #[derive(Serialize)]
-struct Requeue(
-    i64,
-    i64,
-    i64,
-    u32,
-    u32,
-    u32,
-    Option<i64>,
-    Option<&'static str>,
-    Option<String>,
-);
+struct Requeue(i64, i64, i64, u32, u32, u32, Option<i64>, Option<&'static str>, Option<String>);
 
 /// id, token, session, attempt, crashes, interruptions, reason, error, why it is dead
 #[derive(Serialize)]
@@ -124,11 +114,7 @@ impl Batch {
         batch
     }
 
-    async fn write(
-        self,
-        connection: &mut SqliteConnection,
-        schema: &Schema,
-    ) -> sqlx::Result<Seen> {
+    async fn write(self, connection: &mut SqliteConnection, schema: &Schema) -> sqlx::Result<Seen> {
         let mut written = HashSet::new();
         if !self.complete.is_empty() {
             written.extend(finish(connection, schema, &self.complete, "completed").await?);

@@ -29,11 +29,14 @@ impl SqliteStore {
             }
             for step in all(Dialect::Sqlite).iter().filter(|step| step.version > found) {
                 locked.execute(AssertSqlSafe(step.sql(schema.as_str()))).await?;
-                sqlx::query(sql(&schema, "insert into jobq_migrations (version, name) values (?1, ?2)"))
-                    .bind(step.version)
-                    .bind(step.name)
-                    .execute(&mut **locked)
-                    .await?;
+                sqlx::query(sql(
+                    &schema,
+                    "insert into jobq_migrations (version, name) values (?1, ?2)",
+                ))
+                .bind(step.version)
+                .bind(step.name)
+                .execute(&mut **locked)
+                .await?;
             }
             Ok(())
         })
@@ -94,10 +97,11 @@ impl SqliteStore {
             // Cannot be opened.
             Some(14) => Error::BadUrl {
                 url,
-                problem: "the file cannot be opened: its directory must exist and be writable, and \
+                problem:
+                    "the file cannot be opened: its directory must exist and be writable, and \
                           a file that is missing is made only with `mode=rwc` or \
                           `create_if_missing(true)`"
-                    .to_owned(),
+                        .to_owned(),
             },
             // Not a database.
             Some(26) => Error::BadUrl {

@@ -76,10 +76,11 @@ impl SqliteStore {
     /// meanwhile; else the next sweep tries again.
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
         let mut reader = self.reader().await?;
-        let expired: Vec<i64> =
-            sqlx::query_scalar(self.sql("select id from jobq_sessions where leased_until < now_us()"))
-                .fetch_all(&mut *reader)
-                .await?;
+        let expired: Vec<i64> = sqlx::query_scalar(
+            self.sql("select id from jobq_sessions where leased_until < now_us()"),
+        )
+        .fetch_all(&mut *reader)
+        .await?;
         if !expired.is_empty() {
             tokio::time::sleep(HEARTBEATS_FIRST).await;
             let (schema, expired) = (self.schema.clone(), json(expired));
@@ -170,11 +171,12 @@ impl SqliteStore {
 
     pub(super) async fn live_sessions(&self) -> sqlx::Result<Vec<LiveSession>> {
         let mut reader = self.reader().await?;
-        let rows: Vec<(String, String, String)> = sqlx::query_as(self.sql(
-            "select kinds, queues, floors from jobq_sessions where leased_until >= now_us()",
-        ))
-        .fetch_all(&mut *reader)
-        .await?;
+        let rows: Vec<(String, String, String)> =
+            sqlx::query_as(self.sql(
+                "select kinds, queues, floors from jobq_sessions where leased_until >= now_us()",
+            ))
+            .fetch_all(&mut *reader)
+            .await?;
         Ok(rows
             .into_iter()
             .map(|(kinds, queues, floors)| LiveSession {

@@ -1,0 +1,6 @@
+//! What a runtime does with jobs, on every database, in one process.
+
+mod bed;
+mod control;
+mod running;
+mod start;
