@@ -34,10 +34,9 @@ impl Migration {
     pub fn sql(&self, schema: &str) -> String {
         match self.dialect {
             Dialect::Postgres => self.text.replace("jobq.", &format!("{schema}.")),
-            Dialect::Sqlite => self
-                .text
-                .replace("(now_us())", SQLITE_NOW)
-                .replace("jobq_", &format!("{schema}_")),
+            Dialect::Sqlite => {
+                self.text.replace("(now_us())", SQLITE_NOW).replace("jobq_", &format!("{schema}_"))
+            }
         }
     }
 }

@@ -85,14 +85,8 @@ pub enum JobState {
 
 impl JobState {
     /// Every state, in the order of a job's life.
-    pub const ALL: [Self; 6] = [
-        Self::Waiting,
-        Self::Pending,
-        Self::Running,
-        Self::Completed,
-        Self::Dead,
-        Self::Cancelled,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::Waiting, Self::Pending, Self::Running, Self::Completed, Self::Dead, Self::Cancelled];
 
     /// The word for this state in the database, logs and output.
     pub const fn as_str(self) -> &'static str {

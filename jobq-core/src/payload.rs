@@ -13,7 +13,7 @@ use serde::ser;
 /// The largest payload taken unless the client says otherwise, in bytes: 2 MiB.
 pub const DEFAULT_LIMIT: usize = 2 * 1024 * 1024;
 
-/// serde_json refuses to read more than 128 nested arrays and objects.
+/// `serde_json` refuses to read more than 128 nested arrays and objects.
 const MAX_DEPTH: usize = 127;
 
 /// Why a payload was refused when its job was enqueued.
@@ -107,8 +107,10 @@ pub fn encode_result<T: Serialize>(value: &T) -> Result<String, PayloadError> {
 /// [`DecodeError`] names the place that does not fit.
 pub fn decode<T: DeserializeOwned>(text: &str) -> Result<T, DecodeError> {
     let mut reader = serde_json::Deserializer::from_str(text);
-    let value = serde_path_to_error::deserialize(&mut reader)
-        .map_err(|error| DecodeError { path: error.path().to_string(), source: error.into_inner() })?;
+    let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| DecodeError {
+        path: error.path().to_string(),
+        source: error.into_inner(),
+    })?;
     reader.end().map_err(|source| DecodeError { path: ".".to_owned(), source })?;
     Ok(value)
 }
@@ -224,7 +226,12 @@ impl ser::Serializer for Check {
         Ok(())
     }
 
-    fn serialize_unit_variant(self, _: &'static str, _: u32, _: &'static str) -> Result<(), Problem> {
+    fn serialize_unit_variant(
+        self,
+        _: &'static str,
+        _: u32,
+        _: &'static str,
+    ) -> Result<(), Problem> {
         Ok(())
     }
 
@@ -360,9 +367,7 @@ impl ser::SerializeMap for Nested {
 
     fn serialize_value<T: Serialize + ?Sized>(&mut self, value: &T) -> Result<(), Problem> {
         let key = self.key.take();
-        value
-            .serialize(self.check)
-            .map_err(|problem| problem.inside(key.as_deref().unwrap_or("?")))
+        value.serialize(self.check).map_err(|problem| problem.inside(key.as_deref().unwrap_or("?")))
     }
 
     fn end(self) -> Result<(), Problem> {
@@ -405,7 +410,10 @@ mod tests {
             unit: (),
             none: None,
             some: Some(Some(7)),
-            shape: Shape::Box { width: i64::MIN, tags: vec![None, Some(Shape::Circle(-0.0)), Some(Shape::Point)] },
+            shape: Shape::Box {
+                width: i64::MIN,
+                tags: vec![None, Some(Shape::Circle(-0.0)), Some(Shape::Point)],
+            },
             i64s: [i64::MIN, i64::MAX],
             u64_: u64::MAX,
             u128_: u128::MAX,
@@ -432,7 +440,8 @@ mod tests {
     #[test]
     fn numbers_that_json_cannot_hold_are_refused_with_their_place() {
         for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-            let error = encode(&Numbers { list: vec![None, Some(value)] }).expect_err("no JSON form");
+            let error =
+                encode(&Numbers { list: vec![None, Some(value)] }).expect_err("no JSON form");
             assert!(matches!(error, PayloadError::NotFinite { .. }));
             assert!(error.to_string().starts_with("list.1 is"), "{error}");
         }

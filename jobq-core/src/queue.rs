@@ -26,7 +26,9 @@ pub fn bands() -> impl Iterator<Item = i16> {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BadName {
     /// The name is empty, too long or has a character that is not allowed.
-    #[error("{what} name {name:?} {problem}; use 1 to 100 letters, digits, '_', '-', '.', ':' or '/'")]
+    #[error(
+        "{what} name {name:?} {problem}; use 1 to 100 letters, digits, '_', '-', '.', ':' or '/'"
+    )]
     Name {
         /// What the name is for: `queue` or `job`.
         what: &'static str,

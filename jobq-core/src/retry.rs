@@ -55,11 +55,8 @@ mod tests {
 
     #[test]
     fn waits_grow_by_the_factor_up_to_the_cap() {
-        let backoff = Backoff {
-            base: Duration::from_secs(2),
-            factor: 3.0,
-            cap: Duration::from_secs(60),
-        };
+        let backoff =
+            Backoff { base: Duration::from_secs(2), factor: 3.0, cap: Duration::from_secs(60) };
         let seconds: Vec<u64> = (1..=6).map(|n| backoff.ceiling(n).as_secs()).collect();
         assert_eq!(seconds, [2, 6, 18, 54, 60, 60]);
     }

@@ -31,7 +31,9 @@ impl Timestamp {
     pub fn from_system(time: SystemTime) -> Result<Self, TimeOutOfRange> {
         let micros = match time.duration_since(SystemTime::UNIX_EPOCH) {
             Ok(after) => i64::try_from(after.as_micros()).map_err(|_| TimeOutOfRange)?,
-            Err(before) => -i64::try_from(before.duration().as_micros()).map_err(|_| TimeOutOfRange)?,
+            Err(before) => {
+                -i64::try_from(before.duration().as_micros()).map_err(|_| TimeOutOfRange)?
+            }
         };
         let time = Self(micros);
         if (Self::MIN..=Self::MAX).contains(&time) { Ok(time) } else { Err(TimeOutOfRange) }

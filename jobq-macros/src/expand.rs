@@ -68,9 +68,13 @@ impl<'a> Writer<'a> {
         let is_deprecated = function.attrs.iter().any(|attr| attr.path().is_ident("deprecated"));
         let allow_deprecated = is_deprecated.then(|| quote!(#[allow(deprecated)]));
         let kind = function.kind(self.options);
+        // A payload is owned, also by a function that only reads it.
+        let allow_owned = function.sig.asyncness.is_none();
+        let allow_owned = allow_owned.then(|| quote!(#[allow(clippy::needless_pass_by_value)]));
         // A payload that is not `Send` is an error at the function's name.
         let payload_type = respan(&self.payload_type(), twin.span());
         quote! {
+            #allow_owned
             #function
             #declaration
             #allow_deprecated
@@ -273,6 +277,7 @@ impl<'a> Writer<'a> {
         );
         quote! {
             #[automatically_derived]
+            #[allow(clippy::too_many_arguments)]
             impl #twin {
                 /// What stored jobs call this function.
                 #vis const NAME: &'static ::core::primitive::str = <Self as #jobq::Job>::NAME;
@@ -348,7 +353,7 @@ impl<'a> Writer<'a> {
             &#jobq::JobDef {
                 kind: <Self as #jobq::Job>::NAME,
                 aliases: &[#(#aliases),*],
-                options: #jobq::JobOptions { #fields ..#jobq::JobOptions::DEFAULT },
+                options: #jobq::JobOptions { #fields },
                 file: ::core::file!(),
                 line: ::core::line!(),
                 needs: #needs,
@@ -378,14 +383,16 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// The fields of `JobOptions` that were given. Where `checks` are wanted, each `const`
+    /// The fields of `JobOptions`, of which those that were given are written out. Where `checks` are wanted, each `const`
     /// expression is checked by itself, so that it is the place of the error.
     fn fields(&self, checks: bool) -> TokenStream {
+        let jobq = &self.jobq;
         let field = |name: &str, place: Option<(Span, Span)>, value: TokenStream| {
             let name = Ident::new(name, Span::call_site());
             match place {
                 Some((first, last)) if checks => {
-                    let checked = self.checked(&quote!(#name: #value,), first, last);
+                    let alone = quote!(#name: #value, ..#jobq::JobOptions::DEFAULT);
+                    let checked = self.checked(&alone, first, last);
                     quote!(#name: #checked.#name,)
                 }
                 _ => quote!(#name: #value,),
@@ -394,7 +401,7 @@ impl<'a> Writer<'a> {
         let some = |value| quote!(::core::option::Option::Some(#value));
         let Options { queue, lease, timeout, max_attempts, .. } = self.options;
         let Options { max_crashes, priority, backoff, retention, .. } = self.options;
-        [
+        let fields = [
             queue.as_ref().map(|it| field("queue", None, it.to_token_stream())),
             lease.as_ref().map(|it| field("lease", it.place(), duration(it))),
             timeout.as_ref().map(|it| field("timeout", it.place(), some(duration(it)))),
@@ -403,27 +410,31 @@ impl<'a> Writer<'a> {
             priority.as_ref().map(|it| field("priority", it.place(), number(it))),
             backoff.as_ref().map(|it| field("backoff", it.place(), self.backoff(it))),
             retention.as_ref().map(|it| field("retention", it.place(), some(duration(it)))),
-        ]
-        .into_iter()
-        .flatten()
-        .collect()
+        ];
+        let others = fields.iter().any(Option::is_none);
+        let others = others.then(|| quote!(..#jobq::JobOptions::DEFAULT));
+        let fields = fields.iter().flatten();
+        quote!(#(#fields)* #others)
     }
 
     fn backoff(&self, backoff: &BackoffOptions) -> TokenStream {
         let private = &self.private;
-        let base = backoff.base.as_ref().map(duration).map(|value| quote!(base: #value,));
-        let factor = backoff.factor.as_ref().map(number).map(|value| quote!(factor: #value,));
-        let cap = backoff.cap.as_ref().map(duration).map(|value| quote!(cap: #value,));
-        quote!(#private::Backoff { #base #factor #cap ..#private::Backoff::DEFAULT })
+        let default = |field: &str| {
+            let field = Ident::new(field, Span::call_site());
+            quote!(#private::Backoff::DEFAULT.#field)
+        };
+        let base = backoff.base.as_ref().map_or_else(|| default("base"), duration);
+        let factor = backoff.factor.as_ref().map_or_else(|| default("factor"), number);
+        let cap = backoff.cap.as_ref().map_or_else(|| default("cap"), duration);
+        quote!(#private::Backoff { base: #base, factor: #factor, cap: #cap })
     }
 
-    /// The default options but for these fields, checked; what is wrong is an error from the
+    /// Options with these fields, checked; what is wrong is an error from the
     /// `first` to the `last` place.
     fn checked(&self, fields: &TokenStream, first: Span, last: Span) -> TokenStream {
         let jobq = &self.jobq;
         let options = respan(&quote!(#jobq::JobOptions), in_place(first));
-        let default = quote!(#jobq::JobOptions::DEFAULT);
-        quote_spanned!(in_place(last)=> #options { #fields ..#default }.checked())
+        quote_spanned!(in_place(last)=> #options { #fields }.checked())
     }
 
     /// The function's visibility.
@@ -489,8 +500,12 @@ fn in_place(span: Span) -> Span {
     Span::call_site().located_at(span)
 }
 
-/// The name in its place, in the context of the macro.
+/// The name in its place, in the context of the macro, and so in the macro's edition: what is a
+/// keyword there need not be one in the user's.
 fn in_place_of(name: &Ident) -> Ident {
+    if *name == "gen" {
+        return Ident::new_raw("gen", in_place(name.span()));
+    }
     let mut copy = name.clone();
     copy.set_span(in_place(name.span()));
     copy

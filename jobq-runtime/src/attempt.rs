@@ -106,15 +106,12 @@ pub(crate) async fn run(worker: Arc<Worker>, job: ClaimedJob, slot: Slot, contro
     );
     let lease = job.lease;
     let settlement = attempt(&worker, job, &control).instrument(span.clone()).await;
-    match settlement {
-        Some(settlement) => {
-            worker.settle(Finished { settlement, control, _slot: slot, span }).await;
-        }
-        None => {
-            worker.lost(lease, &span);
-            worker.forget(lease);
-            drop(slot);
-        }
+    if let Some(settlement) = settlement {
+        worker.settle(Finished { settlement, control, _slot: slot, span }).await;
+    } else {
+        worker.lost(lease, &span);
+        worker.forget(lease);
+        drop(slot);
     }
 }
 
@@ -122,7 +119,8 @@ pub(crate) async fn run(worker: Arc<Worker>, job: ClaimedJob, slot: Slot, contro
 async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<Settlement> {
     let def = worker.registry.get(&job.kind);
     let retention = worker.retention(&job.queue, def);
-    let settlement = |transition| Settlement { lease: job.lease, transition, retention, doubtful: false };
+    let settlement =
+        |transition| Settlement { lease: job.lease, transition, retention, doubtful: false };
     if let Some(transition) = lifecycle::admit(job.counters, job.limits) {
         return Some(settlement(transition));
     }
@@ -140,14 +138,14 @@ async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<
         retention,
         schema: Some(worker.store.schema().clone()),
     };
-    let context = JobContext::new(facts, control.cancelled.clone(), Arc::clone(&control.completing));
+    let context =
+        JobContext::new(facts, control.cancelled.clone(), Arc::clone(&control.completing));
     let states = Arc::clone(&worker.states);
     let call = Call { context: context.clone(), payload: job.payload, states };
     let outcome = watch(def, call, control).await?;
     let unit = rand::random::<f64>();
-    let decide = |outcome| {
-        lifecycle::settle(outcome, job.counters, job.limits, &def.options.backoff, unit)
-    };
+    let decide =
+        |outcome| lifecycle::settle(outcome, job.counters, job.limits, &def.options.backoff, unit);
     if context.completed_in() && matches!(outcome, Outcome::Completed { .. }) {
         // The handler's own transaction has completed the job, if it was committed. If the row is
         // still ours it was not, and this failure is what gets written.
@@ -216,7 +214,9 @@ async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Ou
         (_, Some(done @ (Outcome::Completed { .. } | Outcome::Cancelled { .. }))) => Some(done),
         (CANCEL, _) => Some(Outcome::Cancelled { reason: None }),
         // It failed because it was told to stop: that costs no attempt.
-        (WARNED | INTERRUPT, Some(Outcome::Failed { .. })) | (_, None) => Some(Outcome::Interrupted),
+        (WARNED | INTERRUPT, Some(Outcome::Failed { .. })) | (_, None) => {
+            Some(Outcome::Interrupted)
+        }
         (_, Some(outcome)) => Some(outcome),
     }
 }
@@ -273,7 +273,10 @@ impl Running {
 }
 
 /// The function's future, with panics turned into outcomes.
-fn guard(function: fn(Call) -> BoxFuture<'static, Outcome>, call: Call) -> BoxFuture<'static, Outcome> {
+fn guard(
+    function: fn(Call) -> BoxFuture<'static, Outcome>,
+    call: Call,
+) -> BoxFuture<'static, Outcome> {
     let mut future = match catch_unwind(AssertUnwindSafe(|| function(call))) {
         Ok(future) => future,
         Err(panic) => return Box::pin(std::future::ready(panicked(panic))),

@@ -224,7 +224,8 @@ impl Claimer<'_> {
     fn start(&mut self, job: ClaimedJob) {
         let queue = self.worker.queues.iter().find(|queue| queue.name == job.queue);
         let permit = queue.and_then(|queue| Arc::clone(&queue.slots).try_acquire_owned().ok());
-        let permit = permit.expect("only this loop takes slots, and it claimed no more than are free");
+        let permit =
+            permit.expect("only this loop takes slots, and it claimed no more than are free");
         let slot = Slot::new(permit, &self.worker.freed);
         let control = self.worker.remember(job.lease);
         if job.counters.crashes > 0 {
@@ -284,8 +285,11 @@ impl Claimer<'_> {
                 return self.give_back(suspect, When::Next).await;
             }
         }
-        tracing::info!(id = suspect.job.lease.job.0, crashes = suspect.job.counters.crashes,
-            "running a job that crashed before alone in this process");
+        tracing::info!(
+            id = suspect.job.lease.job.0,
+            crashes = suspect.job.counters.crashes,
+            "running a job that crashed before alone in this process"
+        );
         let Suspect { job, slot, control, .. } = suspect;
         let lease = job.lease;
         self.run(job, slot, control);
@@ -315,7 +319,7 @@ impl Claimer<'_> {
     /// Gives back jobs that the database says this process holds, but that it never heard of: the
     /// reply to their claim was lost.
     async fn reconcile(&mut self) -> Result<()> {
-        if !self.reconcile_at.first().is_some_and(|at| *at <= Instant::now()) {
+        if self.reconcile_at.first().is_none_or(|at| *at > Instant::now()) {
             return Ok(());
         }
         let worker = self.worker;
@@ -332,7 +336,10 @@ impl Claimer<'_> {
                 })
                 .collect();
             if !unknown.is_empty() {
-                tracing::warn!(jobs = unknown.len(), "giving back jobs of a claim whose reply was lost");
+                tracing::warn!(
+                    jobs = unknown.len(),
+                    "giving back jobs of a claim whose reply was lost"
+                );
                 worker.store.settle(&unknown).await?;
             }
         }
@@ -356,7 +363,8 @@ impl Claimer<'_> {
         let proven = crate::sweep::proven_floors(&*self.worker.store).await?;
         locked(&self.worker.floors).restart(proven);
         let looked = self.claim().await?;
-        Ok(!matches!(looked, Looked::NothingDue) || self.worker.running_count() > 0
+        Ok(!matches!(looked, Looked::NothingDue)
+            || self.worker.running_count() > 0
             || !self.suspects.is_empty())
     }
 
@@ -372,7 +380,8 @@ impl Claimer<'_> {
             Some(due) if due > now => due.min(now + self.poll),
             _ => now + self.poll,
         };
-        let longest = if now - idle_since < JUST_IDLE { POLL } else { self.worker.store.idle_poll() };
+        let longest =
+            if now - idle_since < JUST_IDLE { POLL } else { self.worker.store.idle_poll() };
         self.poll = (self.poll * 2).min(longest.max(POLL));
         tokio::select! {
             () = stop.cancelled() => {}

@@ -9,9 +9,7 @@ use crate::enqueue::EnqueueTarget;
 use crate::enqueue::sealed::Sealed;
 use crate::error::{Error, Result};
 use crate::job::CheckedJob;
-use crate::store::{
-    CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Schema, Store,
-};
+use crate::store::{CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Schema, Store};
 
 /// jobq in one database: enqueues jobs, shows and mends them, and is what a
 /// [`Runtime`](crate::Runtime) runs on.
@@ -94,10 +92,8 @@ impl ClientOptions {
             }
             #[cfg(not(feature = "sqlite"))]
             "sqlite" => bad("this program was built without jobq's feature `sqlite`; turn it on"),
-            _ => bad(
-                "it must begin with `postgres://` or `sqlite:`, as in \
-                 \"postgres://user:password@host/database\" or \"sqlite:jobs.db\"",
-            ),
+            _ => bad("it must begin with `postgres://` or `sqlite:`, as in \
+                 \"postgres://user:password@host/database\" or \"sqlite:jobs.db\""),
         }
     }
 
@@ -158,8 +154,7 @@ async fn connect_postgres(
         Ok(first) => first,
         Err(_) => Err(sqlx::Error::PoolTimedOut),
     };
-    let first =
-        first.map_err(|source| Error::Connect { url: without_password(url), source })?;
+    let first = first.map_err(|source| Error::Connect { url: without_password(url), source })?;
     // The connection has served its purpose; whether it closes cleanly does not matter.
     drop(first.close().await);
     let pool = PgPoolOptions::new().acquire_timeout(patience).connect_lazy_with(options);
@@ -175,7 +170,9 @@ async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlit
     let options = SqliteConnectOptions::from_str(url)
         .map_err(|error| Error::BadUrl {
             url: url.to_owned(),
-            problem: format!("{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""),
+            problem: format!(
+                "{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""
+            ),
         })?
         .create_if_missing(true);
     let pool = SqlitePoolOptions::new().max_connections(4).connect_lazy_with(options);

@@ -43,7 +43,10 @@ pub trait EnqueueTarget: sealed::Sealed + Send + Sized {
 }
 
 /// Checks and writes jobs; the one road for every target.
-pub(crate) async fn enqueue(target: impl EnqueueTarget, jobs: Vec<NewJob>) -> Result<Vec<Enqueued>> {
+pub(crate) async fn enqueue(
+    target: impl EnqueueTarget,
+    jobs: Vec<NewJob>,
+) -> Result<Vec<Enqueued>> {
     let (schema, limit) = target.settings();
     let jobs = jobs.into_iter().map(|job| job.check(limit)).collect::<Result<Vec<_>>>()?;
     let ids = target.write(jobs, schema).await?;

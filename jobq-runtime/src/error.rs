@@ -21,7 +21,9 @@ pub enum Error {
         problem: String,
     },
     /// The database cannot be reached, or refuses the login.
-    #[error("cannot connect to {url}; is the server running, and are host, port, user and password right?")]
+    #[error(
+        "cannot connect to {url}; is the server running, and are host, port, user and password right?"
+    )]
     Connect {
         /// The URL, without its password.
         url: String,
@@ -67,7 +69,9 @@ pub enum Error {
     ///
     /// The ids were reserved before. Look them up with [`Client::job`](crate::Client::job): a job
     /// that is there was written. Enqueueing again without looking may write them twice.
-    #[error("the connection broke while jobs were written; they may exist: look up {ids:?} before enqueueing again")]
+    #[error(
+        "the connection broke while jobs were written; they may exist: look up {ids:?} before enqueueing again"
+    )]
     CommitUnknown {
         /// The ids the jobs have if they were written, in the order given.
         ids: Vec<JobId>,
@@ -76,7 +80,9 @@ pub enum Error {
         source: sqlx::Error,
     },
     /// The caller's own transaction is at an isolation level at which it must be retried whole.
-    #[error("your transaction cannot be serialised with another one; roll it back and run it again")]
+    #[error(
+        "your transaction cannot be serialised with another one; roll it back and run it again"
+    )]
     Serialization(#[source] sqlx::Error),
     /// A payload cannot be stored.
     #[error("cannot enqueue {kind}: {source}")]
@@ -135,7 +141,9 @@ pub enum StartProblem {
         second: String,
     },
     /// A job needs state that the runtime was not given.
-    #[error("job {kind} ({place}) takes `State<{state}>`; give it to the runtime with `.state(value)`")]
+    #[error(
+        "job {kind} ({place}) takes `State<{state}>`; give it to the runtime with `.state(value)`"
+    )]
     MissingState {
         /// The job.
         kind: &'static str,
@@ -153,7 +161,9 @@ pub enum StartProblem {
         problem: String,
     },
     /// An expected job is not registered.
-    #[error("job {kind:?} was expected but is not registered; is its crate linked (`use my_jobs as _;`)?")]
+    #[error(
+        "job {kind:?} was expected but is not registered; is its crate linked (`use my_jobs as _;`)?"
+    )]
     NotRegistered {
         /// The job.
         kind: &'static str,
@@ -161,7 +171,12 @@ pub enum StartProblem {
 }
 
 fn list(problems: &[StartProblem]) -> String {
-    problems.iter().map(|problem| format!("\n  - {problem}")).collect()
+    let mut text = String::new();
+    for problem in problems {
+        text.push_str("\n  - ");
+        text.push_str(&problem.to_string());
+    }
+    text
 }
 
 impl Error {

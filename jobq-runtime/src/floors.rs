@@ -162,11 +162,7 @@ mod tests {
     fn step(floors: &mut Floors, limit: u32, now: i64, jobs: Vec<ClaimedJob>) {
         let at = Instant::now();
         let asked = [floors.claim("q", limit, false, at)];
-        floors.advance(
-            &asked,
-            &Claimed { now: Timestamp(now), sessions_live: true, jobs },
-            at,
-        );
+        floors.advance(&asked, &Claimed { now: Timestamp(now), sessions_live: true, jobs }, at);
     }
 
     #[test]

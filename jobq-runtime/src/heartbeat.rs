@@ -49,7 +49,6 @@ impl Heartbeat {
         })?;
         Ok(Self { stop })
     }
-
 }
 
 impl Drop for Heartbeat {
@@ -86,9 +85,10 @@ async fn watch(worker: &Worker) {
                 worker.lose_session(session.id, "its lease could not be extended in time");
             }
         }
-        let next = worker.sessions.first_end().map_or(WATCH, |end| {
-            end.saturating_duration_since(Instant::now()).min(WATCH)
-        });
+        let next = worker
+            .sessions
+            .first_end()
+            .map_or(WATCH, |end| end.saturating_duration_since(Instant::now()).min(WATCH));
         sleep(next.max(Duration::from_millis(5))).await;
     }
 }
@@ -160,8 +160,14 @@ async fn extend(
         Ok(Ok(BeatReply::Extended { lost, cancel_requested })) => {
             // Counted from before the question was sent: the true end is never earlier.
             worker.sessions.extend(session.id, sent + session.lease);
-            worker.tell(|key| beat.held.contains(&key) && lost.contains(&key.0), Control::lose_unless_completing);
-            worker.tell(|key| beat.held.contains(&key) && cancel_requested.contains(&key.0), Control::cancel);
+            worker.tell(
+                |key| beat.held.contains(&key) && lost.contains(&key.0),
+                Control::lose_unless_completing,
+            );
+            worker.tell(
+                |key| beat.held.contains(&key) && cancel_requested.contains(&key.0),
+                Control::cancel,
+            );
             Beaten::Extended
         }
         Ok(Ok(BeatReply::Closed)) => {
@@ -174,7 +180,10 @@ async fn extend(
         }
         Ok(Err(error)) => {
             *pulse = None;
-            tracing::warn!(error = &error as &dyn std::error::Error, "heartbeat failed; trying again");
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "heartbeat failed; trying again"
+            );
             Beaten::TryAgain(Duration::from_millis(100).mul_f64(1.0 + rand::random::<f64>()))
         }
         Err(_) => {

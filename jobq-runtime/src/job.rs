@@ -92,7 +92,10 @@ impl JobOptions {
         if let Some(timeout) = self.timeout {
             assert!(!timeout.is_zero(), "`timeout` must be longer than 0s; leave it out for none");
         }
-        assert!(self.max_attempts >= 1, "`max_attempts` must be at least 1: it counts the first run");
+        assert!(
+            self.max_attempts >= 1,
+            "`max_attempts` must be at least 1: it counts the first run"
+        );
         assert!(self.max_attempts <= i32::MAX as u32, "`max_attempts` must be at most 2147483647");
         assert!(self.max_crashes >= 1, "`max_crashes` must be at least 1");
         assert!(self.max_crashes <= i16::MAX as u32, "`max_crashes` must be at most 32767");
@@ -216,7 +219,11 @@ impl NewJob {
     }
 
     /// Adds a value that travels with the job but is no parameter of its function.
-    pub fn metadata(mut self, name: impl Into<String>, value: impl Into<serde_json::Value>) -> Self {
+    pub fn metadata(
+        mut self,
+        name: impl Into<String>,
+        value: impl Into<serde_json::Value>,
+    ) -> Self {
         self.metadata.insert(name.into(), value.into());
         self
     }
@@ -236,8 +243,8 @@ impl NewJob {
     ///
     /// If the future is dropped the job is either written whole or not at all.
     pub async fn enqueue(self, target: impl EnqueueTarget) -> Result<Enqueued> {
-        let mut enqueued = crate::enqueue::enqueue(target, vec![self]).await?;
-        Ok(enqueued.pop().expect("one job in, one out"))
+        let enqueued = crate::enqueue::enqueue(target, vec![self]).await?;
+        Ok(enqueued[0])
     }
 
     /// Checks everything that can be checked without a database.

@@ -43,11 +43,10 @@ pub use handler::{
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
 #[cfg(feature = "runtime")]
-pub use runtime::{
-    DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime,
-};
+pub use runtime::{DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime};
 pub use store::{
-    AttemptInfo, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup, QueueCount, Schema,
+    AttemptInfo, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup, QueueCount,
+    Schema,
 };
 pub use tokio_util::sync::CancellationToken;
 
@@ -58,11 +57,11 @@ pub mod __private {
     pub use jobq_core::retry::Backoff;
     pub use serde;
 
+    pub use crate::__register as register;
     pub use crate::handler::{
         BoxFuture, Call, DefaultParam, Field, Handler, Injected, Need, Param, PayloadField,
         Returned, inject, need, outcome,
     };
-    pub use crate::__register as register;
     #[cfg(feature = "runtime")]
     pub use inventory;
 

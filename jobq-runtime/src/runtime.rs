@@ -333,15 +333,16 @@ impl Runtime {
         worker.open_sessions().await?;
         // Dropped with this future: what runs then must not go on under a lease nobody extends.
         let _abandon = Abandon(Arc::clone(&worker));
-        let heartbeat = Heartbeat::start(Arc::clone(&worker)).map_err(|source| Error::Database {
-            action: "start the heartbeat thread",
-            source: sqlx::Error::Io(source),
-        })?;
+        let heartbeat =
+            Heartbeat::start(Arc::clone(&worker)).map_err(|source| Error::Database {
+                action: "start the heartbeat thread",
+                source: sqlx::Error::Io(source),
+            })?;
         announce(&worker);
 
         let parts = Parts::start(&worker, finished);
         let running = TaskTracker::new();
-        let (listener, sent) = listen(&worker, parts.guard());
+        let (listener, sent) = listen(&worker, &parts.stop);
         let mut wake_ups = WakeUps { pokes: wake::pokes(), sent };
         claim_until(&worker, &running, &mut wake_ups, stop, until).await;
         drop(listener);
@@ -477,10 +478,6 @@ impl Parts {
         Self { settler, sweeper, _stops: stop.clone().drop_guard(), stop }
     }
 
-    fn guard(&self) -> CancellationToken {
-        self.stop.clone()
-    }
-
     /// Waits until every outcome is written, at least for a moment, then ends the parts.
     async fn finish(self, worker: &Worker, stop_now: &CancellationToken, deadline: Instant) {
         let hurry = async {
@@ -549,7 +546,7 @@ pub(crate) async fn catch_panic<T>(future: impl Future<Output = T>) -> Result<T,
 /// Passes on wake-ups from other processes, for as long as the receiver lives.
 fn listen(
     worker: &Arc<Worker>,
-    stop: CancellationToken,
+    stop: &CancellationToken,
 ) -> (tokio_util::sync::DropGuard, mpsc::Receiver<WakeUp>) {
     let (send, sent) = mpsc::channel(64);
     let store = Arc::clone(&worker.store);
@@ -581,16 +578,20 @@ async fn forward(store: &dyn Store, send: &mpsc::Sender<WakeUp>) {
                         // When the claimer is behind, one more hint tells it nothing new.
                         Ok(wake_up) => drop(send.try_send(wake_up)),
                         Err(error) => {
-                            tracing::warn!(error = &error as &dyn std::error::Error,
-                                "wake-ups are interrupted; polling goes on");
+                            tracing::warn!(
+                                error = &error as &dyn std::error::Error,
+                                "wake-ups are interrupted; polling goes on"
+                            );
                             break;
                         }
                     }
                 }
             }
             Err(error) => {
-                tracing::warn!(error = &error as &dyn std::error::Error,
-                    "cannot listen for wake-ups; polling goes on");
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "cannot listen for wake-ups; polling goes on"
+                );
             }
         }
         sleep(wait.mul_f64(0.5 + 0.5 * rand::random::<f64>())).await;
@@ -614,7 +615,10 @@ async fn drain(
     if drained {
         return;
     }
-    tracing::warn!(jobs = worker.running_count(), "cancelling jobs that still run, and giving them back");
+    tracing::warn!(
+        jobs = worker.running_count(),
+        "cancelling jobs that still run, and giving them back"
+    );
     worker.tell(|_| true, Control::warn);
     if timeout(LAST_WORDS, running.wait()).await.is_ok() {
         return;
@@ -629,8 +633,10 @@ async fn close_sessions(worker: &Worker) {
     let close = async {
         for session in worker.sessions.all_open() {
             if let Err(error) = worker.store.close_session(session.id).await {
-                tracing::debug!(error = &error as &dyn std::error::Error,
-                    "a session was not closed; its lease will expire");
+                tracing::debug!(
+                    error = &error as &dyn std::error::Error,
+                    "a session was not closed; its lease will expire"
+                );
             }
         }
     };
@@ -679,8 +685,10 @@ impl Signals {
         #[cfg(unix)]
         {
             use tokio::signal::unix::{SignalKind, signal};
-            let failed =
-                |source| Error::Database { action: "watch for signals", source: sqlx::Error::Io(source) };
+            let failed = |source| Error::Database {
+                action: "watch for signals",
+                source: sqlx::Error::Io(source),
+            };
             Ok(Self {
                 terminate: signal(SignalKind::terminate()).map_err(failed)?,
                 interrupt: signal(SignalKind::interrupt()).map_err(failed)?,

@@ -58,8 +58,11 @@ pub(crate) async fn run(worker: Arc<Worker>, inbox: Arc<Mutex<Inbox>>) {
             // Rows that somebody else has locked: the others are written, these wait a little.
             Ok(()) => sleep(FIRST_WAIT).await,
             Err(error) => {
-                tracing::warn!(error = &error as &dyn std::error::Error, jobs = before,
-                    "outcomes could not be written; trying again while their leases live");
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    jobs = before,
+                    "outcomes could not be written; trying again while their leases live"
+                );
                 sleep(wait.mul_f64(0.5 + 0.5 * rand::random::<f64>())).await;
                 wait = (wait * 2).min(LONGEST_WAIT);
             }
@@ -113,8 +116,11 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
             match worker.store.settle(std::slice::from_ref(settlement)).await {
                 Ok(one) => each.extend(one),
                 Err(error) => {
-                    tracing::error!(error = &error as &dyn std::error::Error,
-                        id = settlement.lease.job.0, "an outcome is refused by the database");
+                    tracing::error!(
+                        error = &error as &dyn std::error::Error,
+                        id = settlement.lease.job.0,
+                        "an outcome is refused by the database"
+                    );
                     each.push(Settled::Busy);
                 }
             }
@@ -174,13 +180,14 @@ fn report(worker: &Worker, finished: &Finished) {
     let transition = &finished.settlement.transition;
     let outcome = describe(transition);
     finished.span.in_scope(|| match transition {
-        Transition::Complete { .. } | Transition::Cancel { .. } => tracing::debug!(outcome, "settled"),
-        Transition::Requeue { record, .. } => match record {
-            Some(record) => tracing::info!(outcome, error = %record.error, "attempt failed"),
-            None => tracing::debug!(outcome, "settled"),
-        },
+        Transition::Requeue { record: Some(record), .. } => {
+            tracing::info!(outcome, error = %record.error, "attempt failed");
+        }
         Transition::Bury { reason, record, .. } => {
             tracing::warn!(outcome, %reason, error = %record.error, "job is dead");
+        }
+        Transition::Complete { .. } | Transition::Cancel { .. } | Transition::Requeue { .. } => {
+            tracing::debug!(outcome, "settled");
         }
     });
     worker.stats.count(transition);

@@ -43,24 +43,24 @@ const WHOLE_EVERY: Duration = Duration::from_secs(600);
 /// How often jobs that nobody can run are complained about.
 const COMPLAIN_EVERY: Duration = Duration::from_secs(60);
 
-const DUTY: &str = "sweep";
+pub(crate) const DUTY: &str = "sweep";
 
 /// What the sweep remembers from one pass to the next, whichever process does it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-struct Notes {
+pub(crate) struct Notes {
     /// Below these nothing is left that is not leased.
     #[serde(default)]
-    floors: Vec<QueueFloor>,
+    pub(crate) floors: Vec<QueueFloor>,
     /// A time, and the newest transaction at that time: once that and all older ones have ended,
     /// nothing can appear before the time any more.
     #[serde(default)]
-    mark: Option<(i64, i64)>,
+    pub(crate) mark: Option<(i64, i64)>,
     /// The latest time that was proved so.
     #[serde(default)]
-    proven: Option<i64>,
+    pub(crate) proven: Option<i64>,
     /// When everything was last looked through, in the database's time.
     #[serde(default)]
-    whole_at: i64,
+    pub(crate) whole_at: i64,
 }
 
 /// Where claims may begin: below these floors nothing is left that is not leased.
@@ -119,9 +119,11 @@ impl Sweep<'_> {
         self.complained = Some(Instant::now());
         let mut kinds: Vec<&str> = unknown.iter().map(String::as_str).collect();
         kinds.sort_unstable();
-        tracing::warn!(kinds = kinds.join(", "),
+        tracing::warn!(
+            kinds = kinds.join(", "),
             "jobs of these kinds are due, but no live worker registers them; they wait. \
-             Is a worker missing, or the crate with these jobs not linked?");
+             Is a worker missing, or the crate with these jobs not linked?"
+        );
     }
 }
 
@@ -163,12 +165,7 @@ pub(crate) async fn rescue(store: &dyn Store, orphans: bool) -> Result<u64> {
 fn rescuing(job: &HeldJob) -> Settlement {
     Settlement {
         lease: job.lease,
-        transition: lifecycle::rescue(
-            job.counters,
-            job.limits,
-            job.isolated,
-            job.cancel_requested,
-        ),
+        transition: lifecycle::rescue(job.counters, job.limits, job.isolated, job.cancel_requested),
         retention: DEFAULT_RETENTION,
         doubtful: false,
     }
@@ -180,7 +177,7 @@ fn rescuing(job: &HeldJob) -> Settlement {
 /// late, or a claim that had locked it was rolled back, or a floor was simply wrong. It is put
 /// first in line. A due job whose kind no worker of its queue knows is parked, so that claims need
 /// not read past it.
-async fn find_late(store: &dyn Store, notes: &mut Notes) -> Result<HashSet<String>> {
+pub(crate) async fn find_late(store: &dyn Store, notes: &mut Notes) -> Result<HashSet<String>> {
     let horizon = store.horizon().await?;
     begin_anew_if_due(store, notes, horizon).await?;
     prove(notes, horizon);
@@ -220,7 +217,8 @@ async fn begin_anew_if_due(store: &dyn Store, notes: &mut Notes, horizon: Horizo
     let now = horizon.now;
     let stepped_back = notes.proven.is_some_and(|proven| proven > now.0)
         || notes.mark.is_some_and(|(time, newest)| time > now.0 || newest > horizon.newest);
-    let whole_is_due = now.since(Timestamp(notes.whole_at)) >= WHOLE_EVERY || notes.whole_at > now.0;
+    let whole_is_due =
+        now.since(Timestamp(notes.whole_at)) >= WHOLE_EVERY || notes.whole_at > now.0;
     if stepped_back || whole_is_due {
         *notes = Notes { whole_at: now.0, ..Notes::default() };
         rescue(store, true).await?;

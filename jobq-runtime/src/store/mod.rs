@@ -203,8 +203,11 @@ pub(crate) trait Store: Send + Sync + 'static {
     fn counts(&self) -> BoxFuture<'_, Result<Vec<QueueCount>>>;
 
     /// Dead letters that match, newest first, up to `limit`.
-    fn dead<'a>(&'a self, filter: &'a DeadFilter, limit: u32)
-    -> BoxFuture<'a, Result<Vec<DeadJob>>>;
+    fn dead<'a>(
+        &'a self,
+        filter: &'a DeadFilter,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<DeadJob>>>;
 
     /// Asks for a job to be cancelled.
     fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>>;
@@ -620,9 +623,9 @@ pub(crate) fn rounds(settlements: &[Settlement]) -> Vec<Vec<usize>> {
     let mut rounds: Vec<Vec<usize>> = Vec::new();
     for index in order {
         let job = settlements[index].lease.job;
-        let free = rounds.iter_mut().find(|round| {
-            round.last().is_none_or(|last| settlements[*last].lease.job != job)
-        });
+        let free = rounds
+            .iter_mut()
+            .find(|round| round.last().is_none_or(|last| settlements[*last].lease.job != job));
         match free {
             Some(round) => round.push(index),
             None => rounds.push(vec![index]),
@@ -652,11 +655,11 @@ pub(crate) fn judge(
         Some((token, 0, _)) if token == lease.token.0 && !crashed && settlement.doubtful => {
             Settled::Found
         }
-        Some(_) => Settled::LeaseLost,
-        None if ended => Settled::Found,
+        None if ended && !crashed => Settled::Found,
         // Completed without history, by an earlier try whose reply was lost or by the handler.
-        None if settlement.doubtful && settlement.retention.is_zero() => Settled::Found,
-        None => Settled::LeaseLost,
+        None if settlement.doubtful && settlement.retention.is_zero() && !crashed => Settled::Found,
+        // Somebody else's by now; a rescue may also have buried it under this very token.
+        Some(_) | None => Settled::LeaseLost,
     }
 }
 

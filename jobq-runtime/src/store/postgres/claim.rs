@@ -49,99 +49,9 @@ impl PostgresStore {
     }
 
     pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
-        let sessions = claim.sessions();
-        let kinds: Vec<&str> = claim.kinds.iter().map(|(kind, _)| kind.as_str()).collect();
-        let kind_sessions: Vec<i64> = claim.kinds.iter().map(|(_, session)| session.0).collect();
-        let queues: Vec<&str> = claim.queues.iter().map(|queue| queue.queue.as_str()).collect();
-        let limits: Vec<i64> = claim.queues.iter().map(|queue| i64::from(queue.limit)).collect();
-        let mut floor_queues = Vec::new();
-        let (mut bands, mut floor_times, mut floor_ids) = (Vec::new(), Vec::new(), Vec::new());
-        for queue in &claim.queues {
-            for (band, floor) in &queue.floors {
-                floor_queues.push(queue.queue.as_str());
-                bands.push(*band);
-                floor_times.push(Time(floor.run_after));
-                floor_ids.push(floor.id);
-            }
-        }
         let mut connection = self.own().await?;
-        // The sessions are pinned: a sweep that closes one waits until this claim is visible, and
-        // so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
-        // table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
-        // lost: the sweep finds it.
-        let rows = sqlx::query(self.sql(
-            "with live as materialized (
-                 select id from jobq.sessions
-                 where id = any($1) and leased_until > statement_timestamp()
-                 order by id
-                 for key share
-             ),
-             due as materialized (
-                 select found.tid
-                 from unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
-                 cross join lateral (
-                     select job.tid
-                     from unnest($4::text[], $5::int2[], $6::timestamptz[], $7::int8[])
-                          as floor (queue, band, run_after, id)
-                     cross join lateral (
-                         select ctid as tid
-                         from jobq.jobs
-                         where queue = floor.queue
-                           and band = floor.band
-                           and run_after <= statement_timestamp()
-                           and (run_after, id) > (floor.run_after, floor.id)
-                           and leased_by = 0
-                           and kind = any($8)
-                           and (select count(*) from live) = $10
-                         order by run_after, id
-                         limit wanted.jobs
-                         for no key update skip locked
-                     ) as job
-                     where floor.queue = wanted.queue
-                     limit wanted.jobs
-                 ) as found
-             ),
-             taken as (
-                 update jobq.jobs as job
-                 set token = token + 1,
-                     attempt = attempt + 1,
-                     leased_by = ($9::int8[])[array_position($8::text[], job.kind)]
-                 from due
-                 where job.ctid = due.tid
-                 returning job.id, job.token, job.leased_by, job.kind, job.queue, job.band,
-                           job.run_after, job.attempt, job.crashes, job.interruptions,
-                           job.max_attempts, job.max_crashes, job.created_at, job.tags,
-                           job.metadata, job.payload
-             )
-             select statement_timestamp() as now,
-                    (select count(*) from live) = $10 as live,
-                    taken.*
-             from (values (1)) as always (n)
-             left join taken on true
-             order by taken.queue, taken.band desc, taken.run_after, taken.id",
-        ))
-        .bind(&sessions)
-        .bind(queues)
-        .bind(limits)
-        .bind(floor_queues)
-        .bind(bands)
-        .bind(floor_times)
-        .bind(floor_ids)
-        .bind(kinds)
-        .bind(kind_sessions)
-        .bind(sessions.len() as i64)
-        .fetch_all(&mut *connection)
-        .await?;
+        let claimed = claim_on(&mut connection, &self.schema, claim).await?;
         connection.hand_back();
-        let mut claimed =
-            Claimed { now: Timestamp::NEG_INFINITY, sessions_live: false, jobs: Vec::new() };
-        for row in &rows {
-            claimed.now = row.try_get::<Time, _>("now")?.0;
-            claimed.sessions_live = row.try_get("live")?;
-            if row.try_get::<Option<i64>, _>("id")?.is_some() {
-                claimed.jobs.push(claimed_job(row)?);
-            }
-        }
         Ok(claimed)
     }
 
@@ -152,28 +62,12 @@ impl PostgresStore {
     ) -> sqlx::Result<Option<Duration>> {
         let bands: Vec<i16> = jobq_core::queue::bands().collect();
         let mut connection = self.own().await?;
-        let wait: Option<i64> = sqlx::query_scalar(self.sql(
-            "select (extract(epoch from min(job.run_after) - statement_timestamp()) * 1000000)::int8
-             from unnest($1::text[]) as wanted (queue)
-             cross join unnest($2::int2[]) as band (band)
-             cross join lateral (
-                 select run_after
-                 from jobq.jobs
-                 where queue = wanted.queue
-                   and band = band.band
-                   and run_after > statement_timestamp()
-                   and run_after < 'infinity'
-                   and leased_by = 0
-                   and kind = any($3)
-                 order by run_after
-                 limit 1
-             ) as job",
-        ))
-        .bind(queues)
-        .bind(bands)
-        .bind(kinds)
-        .fetch_one(&mut *connection)
-        .await?;
+        let wait: Option<i64> = sqlx::query_scalar(self.sql(NEXT_DUE))
+            .bind(queues)
+            .bind(bands)
+            .bind(kinds)
+            .fetch_one(&mut *connection)
+            .await?;
         connection.hand_back();
         Ok(wait.map(|wait| Duration::from_micros(wait.max(0).unsigned_abs())))
     }
@@ -192,6 +86,123 @@ impl PostgresStore {
         Ok(done.rows_affected() == 1)
     }
 }
+
+pub(crate) const NEXT_DUE: &str = "
+    select (extract(epoch from min(job.run_after) - statement_timestamp()) * 1000000)::int8
+    from unnest($1::text[]) as wanted (queue)
+    cross join unnest($2::int2[]) as band (band)
+    cross join lateral (
+        select run_after
+        from jobq.jobs
+        where queue = wanted.queue
+          and band = band.band
+          and run_after > statement_timestamp()
+          and run_after < 'infinity'
+          and leased_by = 0
+          and kind = any($3)
+        order by run_after
+        limit 1
+    ) as job";
+
+pub(crate) async fn claim_on(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    claim: &Claim,
+) -> sqlx::Result<Claimed> {
+    let sessions = claim.sessions();
+    let kinds: Vec<&str> = claim.kinds.iter().map(|(kind, _)| kind.as_str()).collect();
+    let kind_sessions: Vec<i64> = claim.kinds.iter().map(|(_, session)| session.0).collect();
+    let queues: Vec<&str> = claim.queues.iter().map(|queue| queue.queue.as_str()).collect();
+    let limits: Vec<i64> = claim.queues.iter().map(|queue| i64::from(queue.limit)).collect();
+    let mut floor_queues = Vec::new();
+    let (mut bands, mut floor_times, mut floor_ids) = (Vec::new(), Vec::new(), Vec::new());
+    for queue in &claim.queues {
+        for (band, floor) in &queue.floors {
+            floor_queues.push(queue.queue.as_str());
+            bands.push(*band);
+            floor_times.push(Time(floor.run_after));
+            floor_ids.push(floor.id);
+        }
+    }
+    let rows = sqlx::query(sql(schema, CLAIM))
+        .bind(&sessions)
+        .bind(queues)
+        .bind(limits)
+        .bind(floor_queues)
+        .bind(bands)
+        .bind(floor_times)
+        .bind(floor_ids)
+        .bind(kinds)
+        .bind(kind_sessions)
+        .bind(sessions.len() as i64)
+        .fetch_all(connection)
+        .await?;
+    let mut claimed =
+        Claimed { now: Timestamp::NEG_INFINITY, sessions_live: false, jobs: Vec::new() };
+    for row in &rows {
+        claimed.now = row.try_get::<Time, _>("now")?.0;
+        claimed.sessions_live = row.try_get("live")?;
+        if row.try_get::<Option<i64>, _>("id")?.is_some() {
+            claimed.jobs.push(claimed_job(row)?);
+        }
+    }
+    Ok(claimed)
+}
+
+// The sessions are pinned: a sweep that closes one waits until this claim is visible, and
+// so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
+// table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
+// lost: the sweep finds it.
+pub(crate) const CLAIM: &str = "
+    with live as materialized (
+        select id from jobq.sessions
+        where id = any($1) and leased_until > statement_timestamp()
+        order by id
+        for key share
+    ),
+    due as materialized (
+        select found.tid
+        from unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
+        cross join lateral (
+            select job.tid
+            from unnest($4::text[], $5::int2[], $6::timestamptz[], $7::int8[])
+                 as floor (queue, band, run_after, id)
+            cross join lateral (
+                select ctid as tid
+                from jobq.jobs
+                where queue = floor.queue
+                  and band = floor.band
+                  and run_after <= statement_timestamp()
+                  and (run_after, id) > (floor.run_after, floor.id)
+                  and leased_by = 0
+                  and kind = any($8)
+                  and (select count(*) from live) = $10
+                order by run_after, id
+                limit wanted.jobs
+                for no key update skip locked
+            ) as job
+            where floor.queue = wanted.queue
+            limit wanted.jobs
+        ) as found
+    ),
+    taken as (
+        update jobq.jobs as job
+        set token = token + 1,
+            attempt = attempt + 1,
+            leased_by = ($9::int8[])[array_position($8::text[], job.kind)]
+        from due
+        where job.ctid = due.tid
+        returning job.id, job.token, job.leased_by, job.kind, job.queue, job.band,
+                  job.run_after, job.attempt, job.crashes, job.interruptions,
+                  job.max_attempts, job.max_crashes, job.created_at, job.tags,
+                  job.metadata, job.payload
+    )
+    select statement_timestamp() as now,
+           (select count(*) from live) = $10 as live,
+           taken.*
+    from (values (1)) as always (n)
+    left join taken on true
+    order by taken.queue, taken.band desc, taken.run_after, taken.id";
 
 fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
     Ok(ClaimedJob {
@@ -238,14 +249,11 @@ pub(super) async fn beat(
     beat: &Beat,
 ) -> sqlx::Result<BeatReply> {
     let floors = serde_json::to_string(&beat.floors).unwrap_or_default();
-    let extended = sqlx::query(sql(
-        schema,
-        "update jobq.sessions set leased_until = clock_timestamp() + lease, floors = $2 where id = $1",
-    ))
-    .bind(beat.session)
-    .bind(floors)
-    .execute(&mut *connection)
-    .await?;
+    let extended = sqlx::query(sql(schema, EXTEND))
+        .bind(beat.session)
+        .bind(floors)
+        .execute(&mut *connection)
+        .await?;
     if extended.rows_affected() == 0 {
         return Ok(BeatReply::Closed);
     }
@@ -253,16 +261,19 @@ pub(super) async fn beat(
         return Ok(BeatReply::Extended { lost: Vec::new(), cancel_requested: Vec::new() });
     }
     let ids: Vec<i64> = beat.held.iter().map(|(job, _)| job.0).collect();
-    let rows: Vec<(i64, i64, bool)> = sqlx::query_as(sql(
-        schema,
-        "select id, token, cancel_requested from jobq.jobs where id = any($1) and leased_by = $2",
-    ))
-    .bind(ids)
-    .bind(beat.session)
-    .fetch_all(&mut *connection)
-    .await?;
+    let rows: Vec<(i64, i64, bool)> = sqlx::query_as(sql(schema, HELD))
+        .bind(ids)
+        .bind(beat.session)
+        .fetch_all(&mut *connection)
+        .await?;
     Ok(news(beat, rows.into_iter()))
 }
+
+pub(crate) const EXTEND: &str =
+    "update jobq.sessions set leased_until = clock_timestamp() + lease, floors = $2 where id = $1";
+
+pub(crate) const HELD: &str =
+    "select id, token, cancel_requested from jobq.jobs where id = any($1) and leased_by = $2";
 
 /// Compares the jobs a process believes it holds with the rows it does hold.
 fn news(beat: &Beat, rows: impl Iterator<Item = (i64, i64, bool)>) -> BeatReply {

@@ -8,10 +8,12 @@ use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, Postgres};
 use sqlx::{Executor, Transaction};
 
-use super::{Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql};
+use super::{
+    Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql,
+};
 use crate::context::CompleteTarget;
-use crate::enqueue::sealed::Sealed;
 use crate::enqueue::EnqueueTarget;
+use crate::enqueue::sealed::Sealed;
 use crate::job::{CheckedDue, CheckedJob};
 use crate::store::Completion;
 use crate::wake;
@@ -118,7 +120,8 @@ fn chunks(jobs: &[CheckedJob]) -> Vec<&[CheckedJob]> {
     let mut chunks = Vec::new();
     let (mut start, mut bytes) = (0, 0);
     for (index, job) in jobs.iter().enumerate() {
-        if index > start && (index - start >= CHUNK_JOBS || bytes + job.payload.len() > CHUNK_BYTES) {
+        if index > start && (index - start >= CHUNK_JOBS || bytes + job.payload.len() > CHUNK_BYTES)
+        {
             chunks.push(&jobs[start..index]);
             (start, bytes) = (index, 0);
         }

@@ -1,6 +1,7 @@
 //! Looking at jobs, cancelling and redriving them.
 
 use jobq_core::job::{JobId, JobState, Token};
+use jobq_core::outcome::DeathReason;
 use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
@@ -16,32 +17,25 @@ impl PostgresStore {
         let action = "look up a job";
         let mut connection = self.shared().await.map_err(Error::database(action))?;
         let row = self.job_row(&mut connection, id).await.map_err(Error::database(action))?;
-        let lookup = match row {
-            Some(row) => {
-                let mut info = job_info(&row)?;
-                info.attempts = self.attempts(&mut connection, id).await?;
-                Lookup::Found(Box::new(info))
-            }
-            None => {
-                let used: bool = sqlx::query_scalar(
-                    self.sql("select $1 > 0 and is_called and $1 <= last_value from jobq.jobs_id_seq"),
-                )
-                .bind(id.0)
-                .fetch_one(&mut *connection)
-                .await
-                .map_err(Error::database(action))?;
-                if used { Lookup::Gone } else { Lookup::NotFound }
-            }
+        let lookup = if let Some(row) = row {
+            let mut info = job_info(&row)?;
+            info.attempts = self.attempts(&mut connection, id).await?;
+            Lookup::Found(Box::new(info))
+        } else {
+            let used: bool = sqlx::query_scalar(
+                self.sql("select $1 > 0 and is_called and $1 <= last_value from jobq.jobs_id_seq"),
+            )
+            .bind(id.0)
+            .fetch_one(&mut *connection)
+            .await
+            .map_err(Error::database(action))?;
+            if used { Lookup::Gone } else { Lookup::NotFound }
         };
         connection.hand_back();
         Ok(lookup)
     }
 
-    async fn job_row(
-        &self,
-        connection: &mut Checkout,
-        id: JobId,
-    ) -> sqlx::Result<Option<PgRow>> {
+    async fn job_row(&self, connection: &mut Checkout, id: JobId) -> sqlx::Result<Option<PgRow>> {
         sqlx::query(self.sql(
             "select job.id, state.state, job.kind, job.queue, job.attempt, job.max_attempts,
                     job.crashes, job.interruptions, job.token, job.run_after, job.created_at,
@@ -136,7 +130,7 @@ impl PostgresStore {
         .bind(filter.id.map(|id| id.0))
         .bind(&filter.queue)
         .bind(&filter.kind)
-        .bind(filter.reason.map(|reason| reason.as_str()))
+        .bind(filter.reason.map(DeathReason::as_str))
         .bind(i64::from(limit))
         .fetch_all(&mut *connection)
         .await
@@ -152,7 +146,7 @@ impl PostgresStore {
                             id: JobId(row.try_get("id")?),
                             kind: row.try_get("kind")?,
                             queue: row.try_get("queue")?,
-                            reason: jobq_core::outcome::DeathReason::Exhausted,
+                            reason: DeathReason::Exhausted,
                             died_at: row.try_get::<Time, _>("died_at")?.0,
                             attempt: row.try_get::<i32, _>("attempt")?.max(0).unsigned_abs(),
                             error: row.try_get("error")?,
@@ -220,9 +214,10 @@ impl PostgresStore {
             .bind(id.0)
             .fetch_optional(&mut *connection)
             .await?;
-            break match state.and_then(|state| state.parse::<JobState>().ok()) {
-                Some(state) => CancelReply::AlreadyFinal(state),
-                None => CancelReply::NotFound,
+            break match state.map(|state| state.parse::<JobState>()).transpose() {
+                Ok(Some(state)) => CancelReply::AlreadyFinal(state),
+                Ok(None) => CancelReply::NotFound,
+                Err(unknown) => return Err(sqlx::Error::Decode(unknown.into())),
             };
         };
         connection.hand_back();
@@ -266,7 +261,7 @@ impl PostgresStore {
         .bind(filter.id.map(|id| id.0))
         .bind(&filter.queue)
         .bind(&filter.kind)
-        .bind(filter.reason.map(|reason| reason.as_str()))
+        .bind(filter.reason.map(DeathReason::as_str))
         .bind(i64::from(limit))
         .fetch_all(&mut *connection)
         .await?;

@@ -26,7 +26,6 @@ use sqlx::postgres::{
 };
 use sqlx::{AssertSqlSafe, Connection, Decode, Encode, SqlSafeStr, SqlStr, Type};
 
-
 use super::{
     AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, HeldJob,
     Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Schema, Settled,
@@ -39,8 +38,22 @@ use crate::store::Floor;
 
 use settle::complete_on;
 
+/// What the plan tests explain.
+#[cfg(test)]
+pub(crate) mod statements {
+    pub(crate) use super::claim::{CLAIM, EXTEND, HELD, NEXT_DUE, claim_on};
+    pub(crate) use super::own_options;
+    pub(crate) use super::settle::{
+        BURY, FINISH, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, REQUEUE,
+    };
+    pub(crate) use super::sweep::{PRUNE, SHIFT, UNLEASED, UNPARK};
+}
+
 /// The longest the runtime waits for one operation; the server gives up a little earlier.
 const PATIENCE: Duration = Duration::from_secs(15);
+
+/// After this the server ends a statement of ours, in milliseconds: a little before we stop waiting.
+const STATEMENT_TIMEOUT: &str = "14000";
 
 /// jobq's tables in a PostgreSQL database.
 pub(crate) struct PostgresStore {
@@ -79,16 +92,15 @@ impl PostgresStore {
 }
 
 /// The options of the runtime's own connections.
-fn own_options(options: &PgConnectOptions) -> PgConnectOptions {
-    let limit = (PATIENCE - Duration::from_secs(1)).as_millis().to_string();
+pub(crate) fn own_options(options: &PgConnectOptions) -> PgConnectOptions {
     options.clone().application_name("jobq").options([
         ("default_transaction_isolation", "read committed"),
         ("default_transaction_read_only", "off"),
         ("enable_seqscan", "off"),
         ("plan_cache_mode", "force_generic_plan"),
         ("jit", "off"),
-        ("statement_timeout", &limit),
-        ("idle_in_transaction_session_timeout", &limit),
+        ("statement_timeout", STATEMENT_TIMEOUT),
+        ("idle_in_transaction_session_timeout", STATEMENT_TIMEOUT),
         ("tcp_keepalives_idle", "10"),
         ("tcp_keepalives_interval", "5"),
         ("tcp_keepalives_count", "3"),

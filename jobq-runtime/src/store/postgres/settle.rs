@@ -6,10 +6,13 @@
 //! in them, so a row finds its values without a join that the planner could get wrong.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
+use jobq_core::job::Lease;
 use jobq_core::lifecycle::{Counters, Transition, When};
 use jobq_core::outcome::AttemptRecord;
 use jobq_core::time::micros;
+use sqlx::SqlStr;
 use sqlx::postgres::PgConnection;
 
 use super::{Checkout, Error, PostgresStore, Result, Schema, Settled, Settlement, sql};
@@ -52,24 +55,25 @@ impl PostgresStore {
             let settlement = &settlements[*index];
             match &settlement.transition {
                 Transition::Complete { result } => {
-                    complete.guard(settlement);
+                    complete.guard(settlement.lease, settlement.retention);
                     complete.texts.push(result.clone());
                 }
                 Transition::Cancel { reason } => {
-                    cancel.guard(settlement);
+                    cancel.guard(settlement.lease, settlement.retention);
                     cancel.texts.push(reason.clone());
                 }
                 Transition::Requeue { when, counters, record } => {
-                    requeue.guard(settlement);
+                    requeue.guard(settlement.lease, settlement.retention);
                     requeue.count(*counters);
                     requeue.record(record.as_ref());
                     requeue.delays.push(match when {
                         When::Next => None,
-                        When::After(delay) => Some(micros(*delay)),
+                        // A sum with the clock must stay a time that can be stored.
+                        When::After(delay) => Some(micros((*delay).min(jobq_core::duration::MAX))),
                     });
                 }
                 Transition::Bury { reason, counters, record } => {
-                    bury.guard(settlement);
+                    bury.guard(settlement.lease, settlement.retention);
                     bury.count(*counters);
                     bury.record(Some(record));
                     bury.texts.push(Some(reason.as_str().to_owned()));
@@ -78,10 +82,10 @@ impl PostgresStore {
         }
         let mut written = Vec::new();
         if !complete.ids.is_empty() {
-            written.extend(finish(connection, &self.schema, complete, "completed").await?);
+            written.extend(finish(connection, self.sql(FINISH), complete, "completed").await?);
         }
         if !cancel.ids.is_empty() {
-            written.extend(finish(connection, &self.schema, cancel, "cancelled").await?);
+            written.extend(finish(connection, self.sql(FINISH), cancel, "cancelled").await?);
         }
         if !requeue.ids.is_empty() {
             written.extend(self.requeue(connection, requeue).await?);
@@ -93,103 +97,33 @@ impl PostgresStore {
     }
 
     async fn requeue(&self, connection: &mut Checkout, rows: Rows) -> sqlx::Result<Vec<i64>> {
-        sqlx::query_scalar(self.sql(
-            "with held as materialized (
-                 select ctid as tid, attempt, width_bucket(id, $1::int8[]) as n
-                 from jobq.jobs
-                 where id = any($1)
-                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
-                   and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
-                   and not cancel_requested
-                 order by id
-                 for no key update skip locked
-             ),
-             moved as (
-                 update jobq.jobs as job
-                 set leased_by = 0,
-                     isolated = false,
-                     attempt = ($4::int4[])[held.n],
-                     crashes = ($5::int2[])[held.n],
-                     interruptions = ($6::int4[])[held.n],
-                     band = case when ($7::int8[])[held.n] is null then 32767 else priority end,
-                     run_after = clock_timestamp()
-                         + coalesce(($7::int8[])[held.n], 0) * interval '1 microsecond'
-                 from held
-                 where job.ctid = held.tid
-                 returning job.id, job.token, held.attempt, held.n
-             ),
-             recorded as (
-                 insert into jobq.attempts (job_id, token, attempt, reason, error, worker)
-                 select id, token, attempt, ($8::text[])[n], ($9::text[])[n],
-                        (select worker from jobq.sessions where id = ($3::int8[])[n]
-                         union all
-                         select worker from jobq.closed_sessions where id = ($3::int8[])[n]
-                         limit 1)
-                 from moved
-                 where ($8::text[])[n] is not null
-             )
-             select id from moved",
-        ))
-        .bind(rows.ids)
-        .bind(rows.tokens)
-        .bind(rows.sessions)
-        .bind(rows.attempts)
-        .bind(rows.crashes)
-        .bind(rows.interruptions)
-        .bind(rows.delays)
-        .bind(rows.reasons)
-        .bind(rows.errors)
-        .fetch_all(&mut **connection)
-        .await
+        sqlx::query_scalar(self.sql(REQUEUE))
+            .bind(rows.ids)
+            .bind(rows.tokens)
+            .bind(rows.sessions)
+            .bind(rows.attempts)
+            .bind(rows.crashes)
+            .bind(rows.interruptions)
+            .bind(rows.delays)
+            .bind(rows.reasons)
+            .bind(rows.errors)
+            .fetch_all(&mut **connection)
+            .await
     }
 
     async fn bury(&self, connection: &mut Checkout, rows: Rows) -> sqlx::Result<Vec<i64>> {
-        sqlx::query_scalar(self.sql(
-            "with held as materialized (
-                 select ctid as tid, width_bucket(id, $1::int8[]) as n
-                 from jobq.jobs
-                 where id = any($1)
-                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
-                   and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
-                 order by id
-                 for update skip locked
-             ),
-             gone as (
-                 delete from jobq.jobs as job using held where job.ctid = held.tid
-                 returning job.*, held.n
-             ),
-             recorded as (
-                 insert into jobq.attempts (job_id, token, attempt, reason, error, worker)
-                 select id, token, attempt, ($8::text[])[n], ($9::text[])[n],
-                        (select worker from jobq.sessions where id = ($3::int8[])[n]
-                         union all
-                         select worker from jobq.closed_sessions where id = ($3::int8[])[n]
-                         limit 1)
-                 from gone
-             ),
-             kept as (
-                 insert into jobq.dead (
-                     id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
-                     max_crashes, priority, queue, kind, error, tags, metadata, payload
-                 )
-                 select id, token, ($7::text[])[n], created_at, ($4::int4[])[n], max_attempts,
-                        ($6::int4[])[n], ($5::int2[])[n], max_crashes, priority, queue, kind,
-                        ($9::text[])[n], tags, metadata, payload
-                 from gone
-             )
-             select id from gone",
-        ))
-        .bind(rows.ids)
-        .bind(rows.tokens)
-        .bind(rows.sessions)
-        .bind(rows.attempts)
-        .bind(rows.crashes)
-        .bind(rows.interruptions)
-        .bind(rows.texts)
-        .bind(rows.reasons)
-        .bind(rows.errors)
-        .fetch_all(&mut **connection)
-        .await
+        sqlx::query_scalar(self.sql(BURY))
+            .bind(rows.ids)
+            .bind(rows.tokens)
+            .bind(rows.sessions)
+            .bind(rows.attempts)
+            .bind(rows.crashes)
+            .bind(rows.interruptions)
+            .bind(rows.texts)
+            .bind(rows.reasons)
+            .bind(rows.errors)
+            .fetch_all(&mut **connection)
+            .await
     }
 
     /// Tells apart why settlements changed no row.
@@ -201,30 +135,20 @@ impl PostgresStore {
         settled: &mut [Settled],
     ) -> sqlx::Result<()> {
         let ids: Vec<i64> = rest.iter().map(|index| settlements[*index].lease.job.0).collect();
-        let rows: Vec<(i64, i64, i64, bool)> = sqlx::query_as(self.sql(
-            "select id, token, leased_by, cancel_requested from jobq.jobs where id = any($1)",
-        ))
-        .bind(&ids)
-        .fetch_all(&mut **connection)
-        .await?;
+        let rows: Vec<(i64, i64, i64, bool)> =
+            sqlx::query_as(self.sql(LOOK_AT_JOBS)).bind(&ids).fetch_all(&mut **connection).await?;
         let rows: HashMap<i64, (i64, i64, bool)> =
             rows.into_iter().map(|(id, token, by, cancel)| (id, (token, by, cancel))).collect();
-        let ended: HashMap<i64, i64> = sqlx::query_as::<_, (i64, i64)>(self.sql(
-            "select id, token from jobq.finished where id = any($1)
-             union all
-             select id, token from jobq.dead where id = any($1)",
-        ))
-        .bind(&ids)
-        .fetch_all(&mut **connection)
-        .await?
-        .into_iter()
-        .collect();
-        let crashed: Vec<(i64, i64)> = sqlx::query_as(self.sql(
-            "select job_id, token from jobq.attempts where job_id = any($1) and reason = 'crashed'",
-        ))
-        .bind(&ids)
-        .fetch_all(&mut **connection)
-        .await?;
+        let ended: HashMap<i64, i64> = sqlx::query_as::<_, (i64, i64)>(self.sql(LOOK_AT_ENDED))
+            .bind(&ids)
+            .fetch_all(&mut **connection)
+            .await?
+            .into_iter()
+            .collect();
+        let crashed: Vec<(i64, i64)> = sqlx::query_as(self.sql(LOOK_AT_CRASHED))
+            .bind(&ids)
+            .fetch_all(&mut **connection)
+            .await?;
         for index in rest {
             let settlement = &settlements[*index];
             let key = (settlement.lease.job.0, settlement.lease.token.0);
@@ -239,87 +163,202 @@ impl PostgresStore {
     }
 }
 
+pub(crate) const REQUEUE: &str = "
+    with held as materialized (
+        select ctid as tid, attempt, width_bucket(id, $1::int8[]) as n
+        from jobq.jobs
+        where id = any($1)
+          and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+          and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+          and not cancel_requested
+        order by id
+        for no key update skip locked
+    ),
+    moved as (
+        update jobq.jobs as job
+        set leased_by = 0,
+            isolated = false,
+            attempt = ($4::int4[])[held.n],
+            crashes = ($5::int2[])[held.n],
+            interruptions = ($6::int4[])[held.n],
+            band = case when ($7::int8[])[held.n] is null then 32767 else priority end,
+            run_after = clock_timestamp()
+                + coalesce(($7::int8[])[held.n], 0) * interval '1 microsecond'
+        from held
+        where job.ctid = held.tid
+        returning job.id, job.token, held.attempt, held.n
+    ),
+    recorded as (
+        insert into jobq.attempts (job_id, token, attempt, reason, error, worker)
+        select id, token, attempt, ($8::text[])[n], ($9::text[])[n],
+               (select worker from jobq.sessions where id = ($3::int8[])[n]
+                union all
+                select worker from jobq.closed_sessions where id = ($3::int8[])[n]
+                limit 1)
+        from moved
+        where ($8::text[])[n] is not null
+    )
+    select id from moved";
+
+pub(crate) const BURY: &str = "
+    with held as materialized (
+        select ctid as tid, width_bucket(id, $1::int8[]) as n
+        from jobq.jobs
+        where id = any($1)
+          and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+          and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+        order by id
+        for update skip locked
+    ),
+    gone as (
+        delete from jobq.jobs as job using held where job.ctid = held.tid
+        returning job.*, held.n
+    ),
+    recorded as (
+        insert into jobq.attempts (job_id, token, attempt, reason, error, worker)
+        select id, token, attempt, ($8::text[])[n], ($9::text[])[n],
+               (select worker from jobq.sessions where id = ($3::int8[])[n]
+                union all
+                select worker from jobq.closed_sessions where id = ($3::int8[])[n]
+                limit 1)
+        from gone
+    ),
+    kept as (
+        insert into jobq.dead (
+            id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
+            max_crashes, priority, queue, kind, error, tags, metadata, payload
+        )
+        select id, token, ($7::text[])[n], created_at, ($4::int4[])[n], max_attempts,
+               ($6::int4[])[n], ($5::int2[])[n], max_crashes, priority, queue, kind,
+               ($9::text[])[n], tags, metadata, payload
+        from gone
+    )
+    select id from gone";
+
+pub(crate) const LOOK_AT_JOBS: &str =
+    "select id, token, leased_by, cancel_requested from jobq.jobs where id = any($1)";
+
+pub(crate) const LOOK_AT_ENDED: &str = "
+    select id, token from jobq.finished where id = any($1)
+    union all
+    select id, token from jobq.dead where id = any($1)";
+
+pub(crate) const LOOK_AT_CRASHED: &str =
+    "select job_id, token from jobq.attempts where job_id = any($1) and reason = 'crashed'";
+
 /// Completes a job in its handler's transaction; false when the lease was lost.
+///
+/// Unlike a settlement it waits for whoever has the row locked: there is no later try.
 pub(super) async fn complete_on(
     connection: &mut PgConnection,
     completion: Completion,
     schema: &Schema,
 ) -> Result<bool> {
-    let rows = Rows {
-        ids: vec![completion.lease.job.0],
-        tokens: vec![completion.lease.token.0],
-        sessions: vec![completion.lease.session.0],
-        retentions: vec![micros(completion.retention)],
-        texts: vec![None],
-        ..Rows::default()
-    };
-    let written = finish(connection, schema, rows, "completed").await;
-    match written {
-        Ok(ids) => Ok(!ids.is_empty()),
-        Err(source) => match &source {
-            // At REPEATABLE READ and above: somebody else took the job after our snapshot.
-            sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
-                Err(Error::Serialization(source))
-            }
-            _ => Err(Error::Database { action: "complete a job in your transaction", source }),
-        },
+    complete(connection, completion, schema).await.map_err(|source| match &source {
+        // At REPEATABLE READ and above: somebody else wrote the row after our snapshot.
+        sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
+            Error::Serialization(source)
+        }
+        _ => Error::Database { action: "complete a job in your transaction", source },
+    })
+}
+
+async fn complete(
+    connection: &mut PgConnection,
+    completion: Completion,
+    schema: &Schema,
+) -> sqlx::Result<bool> {
+    let lease = completion.lease;
+    loop {
+        let mut row = Rows::default();
+        row.guard(lease, completion.retention);
+        row.texts.push(None);
+        if !finish(connection, sql(schema, FINISH_WAITING), row, "completed").await?.is_empty() {
+            return Ok(true);
+        }
+        // A row that was written while the statement waited for it is not found at its new place.
+        let ours: bool = sqlx::query_scalar(sql(
+            schema,
+            "select exists (
+                 select from jobq.jobs where id = $1 and token = $2 and leased_by = $3
+             )",
+        ))
+        .bind(lease.job.0)
+        .bind(lease.token.0)
+        .bind(lease.session.0)
+        .fetch_one(&mut *connection)
+        .await?;
+        if !ours {
+            return Ok(false);
+        }
     }
 }
 
 /// Moves jobs to the history.
 async fn finish(
     connection: &mut PgConnection,
-    schema: &Schema,
+    statement: SqlStr,
     rows: Rows,
     state: &'static str,
 ) -> sqlx::Result<Vec<i64>> {
-    sqlx::query_scalar(sql(
-        schema,
-        "with held as materialized (
-             select ctid as tid, width_bucket(id, $1::int8[]) as n
-             from jobq.jobs
-             where id = any($1)
-               and token = ($2::int8[])[width_bucket(id, $1::int8[])]
-               and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
-             order by id
-             for update skip locked
-         ),
-         gone as (
-             delete from jobq.jobs as job using held where job.ctid = held.tid
-             returning job.*, held.n
-         ),
-         kept as (
-             insert into jobq.finished (
-                 id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
-                 crashes, max_crashes, priority, queue, kind, reason, result, tags, metadata, payload
-             )
-             select id, token, $6, created_at,
-                    clock_timestamp() + ($4::int8[])[n] * interval '1 microsecond',
-                    attempt, max_attempts, interruptions, crashes, max_crashes, priority, queue, kind,
-                    case when $6 = 'cancelled' then ($5::text[])[n] end,
-                    case when $6 = 'completed' then ($5::text[])[n] end,
-                    tags, metadata, payload
-             from gone
-             where ($4::int8[])[n] > 0
-         ),
-         forgotten as (
-             delete from jobq.attempts
-             where job_id = any (array (
-                 select id from gone
-                 where ($4::int8[])[n] = 0 and (attempt > 1 or crashes > 0 or interruptions > 0)
-             ))
-         )
-         select id from gone",
-    ))
-    .bind(rows.ids)
-    .bind(rows.tokens)
-    .bind(rows.sessions)
-    .bind(rows.retentions)
-    .bind(rows.texts)
-    .bind(state)
-    .fetch_all(connection)
-    .await
+    sqlx::query_scalar(statement)
+        .bind(rows.ids)
+        .bind(rows.tokens)
+        .bind(rows.sessions)
+        .bind(rows.retentions)
+        .bind(rows.texts)
+        .bind(state)
+        .fetch_all(connection)
+        .await
 }
+
+macro_rules! finish_statement {
+    ($lock:literal) => {
+        concat!(
+            "with held as materialized (
+                 select ctid as tid, width_bucket(id, $1::int8[]) as n
+                 from jobq.jobs
+                 where id = any($1)
+                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+                   and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+                 order by id
+                 ",
+            $lock,
+            "
+             ),
+             gone as (
+                 delete from jobq.jobs as job using held where job.ctid = held.tid
+                 returning job.*, held.n
+             ),
+             kept as (
+                 insert into jobq.finished (
+                     id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
+                     crashes, max_crashes, priority, queue, kind, reason, result, tags, metadata,
+                     payload
+                 )
+                 select id, token, $6, created_at,
+                        clock_timestamp() + ($4::int8[])[n] * interval '1 microsecond',
+                        attempt, max_attempts, interruptions, crashes, max_crashes, priority, queue,
+                        kind,
+                        case when $6 = 'cancelled' then ($5::text[])[n] end,
+                        case when $6 = 'completed' then ($5::text[])[n] end,
+                        tags, metadata, payload
+                 from gone
+                 where ($4::int8[])[n] > 0
+             ),
+             forgotten as (
+                 delete from jobq.attempts
+                 where job_id = any (array (
+                     select id from gone where ($4::int8[])[n] = 0 and token > 1
+                 ))
+             )
+             select id from gone"
+        )
+    };
+}
+
+pub(crate) const FINISH: &str = finish_statement!("for update skip locked");
+const FINISH_WAITING: &str = finish_statement!("for update");
 
 /// Settlements of one kind as the arrays that a statement binds; the ids ascend.
 #[derive(Default)]
@@ -338,12 +377,12 @@ struct Rows {
 }
 
 impl Rows {
-    fn guard(&mut self, settlement: &Settlement) {
-        self.ids.push(settlement.lease.job.0);
-        self.tokens.push(settlement.lease.token.0);
-        self.sessions.push(settlement.lease.session.0);
-        // An interval of more than a few hundred thousand years overflows a timestamp.
-        self.retentions.push(micros(settlement.retention.min(jobq_core::duration::MAX)));
+    fn guard(&mut self, lease: Lease, retention: Duration) {
+        self.ids.push(lease.job.0);
+        self.tokens.push(lease.token.0);
+        self.sessions.push(lease.session.0);
+        // A sum with the clock must stay a time that can be stored.
+        self.retentions.push(micros(retention.min(jobq_core::duration::MAX)));
     }
 
     fn count(&mut self, counters: Counters) {

@@ -1,8 +1,8 @@
 //! Tables and start checks.
 
 use jobq_migrations::{Dialect, all, needed};
-use sqlx::{Executor, Row};
 use sqlx::AssertSqlSafe;
+use sqlx::{Executor, Row};
 
 use super::{Checkout, Error, PostgresStore, Result, is_connection_loss};
 
@@ -81,7 +81,9 @@ impl PostgresStore {
                         .to_owned(),
                 });
             }
-            Err(source) if is_connection_loss(&source) || matches!(source, sqlx::Error::Database(_)) => {
+            Err(source)
+                if is_connection_loss(&source) || matches!(source, sqlx::Error::Database(_)) =>
+            {
                 return Err(Error::Connect { url: self.address(), source });
             }
             Err(source) => return Err(Error::Database { action, source }),
@@ -140,7 +142,8 @@ impl PostgresStore {
 fn refuses_start_up_options(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Database(error) => {
-            error.code().as_deref() == Some("08P01") && error.message().contains("startup parameter")
+            error.code().as_deref() == Some("08P01")
+                && error.message().contains("startup parameter")
         }
         _ => false,
     }

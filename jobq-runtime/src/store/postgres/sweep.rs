@@ -52,14 +52,12 @@ impl PostgresStore {
         notes: &str,
     ) -> sqlx::Result<()> {
         let mut connection = self.own().await?;
-        sqlx::query(
-            self.sql("update jobq.duties set notes = $3 where name = $1 and held_by = $2"),
-        )
-        .bind(name)
-        .bind(holder.0)
-        .bind(notes)
-        .execute(&mut *connection)
-        .await?;
+        sqlx::query(self.sql("update jobq.duties set notes = $3 where name = $1 and held_by = $2"))
+            .bind(name)
+            .bind(holder.0)
+            .bind(notes)
+            .execute(&mut *connection)
+            .await?;
         connection.hand_back();
         Ok(())
     }
@@ -183,27 +181,16 @@ impl PostgresStore {
         limit: u32,
     ) -> sqlx::Result<Vec<UnleasedJob>> {
         let mut connection = self.own().await?;
-        let rows: Vec<(i64, i64, String, Time)> = sqlx::query_as(self.sql(
-            "select id, token, kind, run_after
-             from jobq.jobs
-             where queue = $1
-               and band = $2
-               and (run_after, id) > ($3, $4)
-               and (run_after, id) <= ($5, $6)
-               and run_after <= statement_timestamp()
-               and leased_by = 0
-             order by run_after, id
-             limit $7",
-        ))
-        .bind(queue)
-        .bind(band)
-        .bind(Time(from.run_after))
-        .bind(from.id)
-        .bind(Time(to.run_after))
-        .bind(to.id)
-        .bind(i64::from(limit))
-        .fetch_all(&mut *connection)
-        .await?;
+        let rows: Vec<(i64, i64, String, Time)> = sqlx::query_as(self.sql(UNLEASED))
+            .bind(queue)
+            .bind(band)
+            .bind(Time(from.run_after))
+            .bind(from.id)
+            .bind(Time(to.run_after))
+            .bind(to.id)
+            .bind(i64::from(limit))
+            .fetch_all(&mut *connection)
+            .await?;
         connection.hand_back();
         Ok(rows
             .into_iter()
@@ -221,29 +208,12 @@ impl PostgresStore {
         sorted.sort_unstable();
         let (ids, tokens): (Vec<i64>, Vec<i64>) = sorted.into_iter().unzip();
         let mut connection = self.own().await?;
-        let done = sqlx::query(self.sql(
-            "with held as materialized (
-                 select ctid as tid
-                 from jobq.jobs
-                 where id = any($1)
-                   and token = ($2::int8[])[width_bucket(id, $1::int8[])]
-                   and leased_by = 0
-                   and run_after <= statement_timestamp()
-                 order by id
-                 for no key update skip locked
-             )
-             update jobq.jobs as job
-             set band = case when $3 then priority else 32767 end,
-                 run_after = case when $3 then 'infinity' else clock_timestamp() end,
-                 wait_reason = case when $3 then 'kind' end
-             from held
-             where job.ctid = held.tid",
-        ))
-        .bind(ids)
-        .bind(tokens)
-        .bind(shift == Shift::Park)
-        .execute(&mut *connection)
-        .await?;
+        let done = sqlx::query(self.sql(SHIFT))
+            .bind(ids)
+            .bind(tokens)
+            .bind(shift == Shift::Park)
+            .execute(&mut *connection)
+            .await?;
         connection.hand_back();
         Ok(done.rows_affected())
     }
@@ -255,61 +225,93 @@ impl PostgresStore {
         limit: u32,
     ) -> sqlx::Result<u64> {
         let mut connection = self.own().await?;
-        let done = sqlx::query(self.sql(
-            "with held as materialized (
-                 select ctid as tid
-                 from jobq.jobs
-                 where queue = any($1)
-                   and band between -4 and 4
-                   and run_after = 'infinity'
-                   and wait_reason = 'kind'
-                   and leased_by = 0
-                   and kind = any($2)
-                 order by id
-                 limit $3
-                 for no key update skip locked
-             )
-             update jobq.jobs as job
-             set band = priority, run_after = clock_timestamp(), wait_reason = null
-             from held
-             where job.ctid = held.tid",
-        ))
-        .bind(queues)
-        .bind(kinds)
-        .bind(i64::from(limit))
-        .execute(&mut *connection)
-        .await?;
+        let done = sqlx::query(self.sql(UNPARK))
+            .bind(queues)
+            .bind(kinds)
+            .bind(i64::from(limit))
+            .execute(&mut *connection)
+            .await?;
         connection.hand_back();
         Ok(done.rows_affected())
     }
 
     pub(super) async fn prune(&self, limit: u32) -> sqlx::Result<u64> {
         let mut connection = self.own().await?;
-        let pruned: i64 = sqlx::query_scalar(self.sql(
-            "with expired as materialized (
-                 select ctid as tid
-                 from jobq.finished
-                 where expires_at <= statement_timestamp()
-                 order by expires_at
-                 limit $1
-                 for update skip locked
-             ),
-             gone as (
-                 delete from jobq.finished as job using expired where job.ctid = expired.tid
-                 returning job.id, job.attempt, job.crashes, job.interruptions
-             ),
-             forgotten as (
-                 delete from jobq.attempts
-                 where job_id = any (array (
-                     select id from gone where attempt > 1 or crashes > 0 or interruptions > 0
-                 ))
-             )
-             select count(*) from gone",
-        ))
-        .bind(i64::from(limit))
-        .fetch_one(&mut *connection)
-        .await?;
+        let pruned: i64 = sqlx::query_scalar(self.sql(PRUNE))
+            .bind(i64::from(limit))
+            .fetch_one(&mut *connection)
+            .await?;
         connection.hand_back();
         Ok(pruned.unsigned_abs())
     }
 }
+
+pub(crate) const UNLEASED: &str = "
+    select id, token, kind, run_after
+    from jobq.jobs
+    where queue = $1
+      and band = $2
+      and (run_after, id) > ($3, $4)
+      and (run_after, id) <= ($5, $6)
+      and run_after <= statement_timestamp()
+      and leased_by = 0
+    order by run_after, id
+    limit $7";
+
+pub(crate) const SHIFT: &str = "
+    with held as materialized (
+        select ctid as tid
+        from jobq.jobs
+        where id = any($1)
+          and token = ($2::int8[])[width_bucket(id, $1::int8[])]
+          and leased_by = 0
+          and run_after <= statement_timestamp()
+        order by id
+        for no key update skip locked
+    )
+    update jobq.jobs as job
+    set band = case when $3 then priority else 32767 end,
+        run_after = case when $3 then 'infinity' else clock_timestamp() end,
+        wait_reason = case when $3 then 'kind' end
+    from held
+    where job.ctid = held.tid";
+
+pub(crate) const UNPARK: &str = "
+    with held as materialized (
+        select ctid as tid
+        from jobq.jobs
+        where queue = any($1)
+          and band between -4 and 4
+          and run_after = 'infinity'
+          and wait_reason = 'kind'
+          and leased_by = 0
+          and kind = any($2)
+        order by id
+        limit $3
+        for no key update skip locked
+    )
+    update jobq.jobs as job
+    set band = priority, run_after = clock_timestamp(), wait_reason = null
+    from held
+    where job.ctid = held.tid";
+
+pub(crate) const PRUNE: &str = "
+    with expired as materialized (
+        select ctid as tid
+        from jobq.finished
+        where expires_at <= statement_timestamp()
+        order by expires_at
+        limit $1
+        for update skip locked
+    ),
+    gone as (
+        delete from jobq.finished as job using expired where job.ctid = expired.tid
+        returning job.id, job.token, job.state
+    ),
+    forgotten as (
+        delete from jobq.attempts
+        where job_id = any (array (
+            select id from gone where token > 1 or state = 'cancelled'
+        ))
+    )
+    select count(*) from gone";
