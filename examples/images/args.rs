@@ -17,11 +17,11 @@ usage: cargo run --example images -- [DIR] [OPTIONS]
 For a large folder build with optimisation: cargo run --release --example images -- DIR";
 
 /// What is asked for.
-pub struct Args {
-    pub folder: PathBuf,
-    pub out: PathBuf,
-    pub database: String,
-    pub retry: bool,
+pub(crate) struct Args {
+    pub(crate) folder: PathBuf,
+    pub(crate) out: PathBuf,
+    pub(crate) database: String,
+    pub(crate) retry: bool,
 }
 
 impl Args {
@@ -30,7 +30,7 @@ impl Args {
     /// # Errors
     ///
     /// What is wrong, fit to be shown.
-    pub fn parse() -> Result<Option<Self>, String> {
+    pub(crate) fn parse() -> Result<Option<Self>, String> {
         let (mut folder, mut out, mut database, mut retry) = (None, None, None, false);
         let mut args = std::env::args_os().skip(1);
         while let Some(arg) = args.next() {
@@ -73,7 +73,7 @@ impl Args {
     }
 
     /// Where the jobs are, without a password.
-    pub fn database_name(&self) -> &str {
+    pub(crate) fn database_name(&self) -> &str {
         self.database.rsplit('@').next().unwrap_or_default()
     }
 }

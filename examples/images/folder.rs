@@ -11,28 +11,28 @@ use std::time::{Duration, SystemTime};
 use serde::Deserialize;
 
 /// What half-written copies are called.
-pub const HALF_WRITTEN: &str = ".half-written-";
+pub(crate) const HALF_WRITTEN: &str = ".half-written-";
 
 /// A copy to make: the payload of a `resize` job.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Deserialize)]
-pub struct Copy {
-    pub source: PathBuf,
-    pub width: u32,
-    pub target: PathBuf,
+pub(crate) struct Copy {
+    pub(crate) source: PathBuf,
+    pub(crate) width: u32,
+    pub(crate) target: PathBuf,
 }
 
 impl Copy {
     /// Reads a job's payload.
-    pub fn of(payload: &str) -> Option<Self> {
+    pub(crate) fn of(payload: &str) -> Option<Self> {
         serde_json::from_str(payload).ok()
     }
 
-    pub fn is_made(&self) -> bool {
+    pub(crate) fn is_made(&self) -> bool {
         is_made(&self.source, &self.target)
     }
 
     /// The photo's name.
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.source.file_name().unwrap_or_default().display().to_string()
     }
 }
@@ -41,13 +41,18 @@ impl Copy {
 ///
 /// Every file counts as a photo, whatever its name: its job finds out. Hidden files do not, nor
 /// does the README of the sample photos. Folders within the folder are left alone.
-pub fn copies(folder: &Path, out: &Path, widths: &[u32]) -> io::Result<Vec<Copy>> {
+pub(crate) fn copies(folder: &Path, out: &Path, widths: &[u32]) -> io::Result<Vec<Copy>> {
     let mut copies = Vec::new();
     for entry in fs::read_dir(folder)? {
         let source = entry?.path();
         let name = source.file_name().unwrap_or_default();
         let hidden = name.as_encoded_bytes().starts_with(b".");
         if hidden || name == "README.md" || source.is_dir() {
+            continue;
+        }
+        // A payload is JSON, and JSON is UTF-8.
+        if source.to_str().is_none() {
+            eprintln!("leaving out {}: its name is not UTF-8", source.display());
             continue;
         }
         copies.extend(widths.iter().map(|width| Copy {
@@ -61,7 +66,7 @@ pub fn copies(folder: &Path, out: &Path, widths: &[u32]) -> io::Result<Vec<Copy>
 }
 
 /// Whether `target` is a copy of `source` as it is now.
-pub fn is_made(source: &Path, target: &Path) -> bool {
+pub(crate) fn is_made(source: &Path, target: &Path) -> bool {
     let (Some(source), Some(target)) = (modified(source), modified(target)) else { return false };
     let apart = source.duration_since(target).unwrap_or_else(|later| later.duration());
     // No file system keeps times more coarsely than this.
@@ -69,12 +74,12 @@ pub fn is_made(source: &Path, target: &Path) -> bool {
 }
 
 /// When a file was last modified; `None` if it is not there.
-pub fn modified(file: &Path) -> Option<SystemTime> {
+pub(crate) fn modified(file: &Path) -> Option<SystemTime> {
     fs::metadata(file).and_then(|metadata| metadata.modified()).ok()
 }
 
 /// Deletes what a killed process left half written. To be called when nothing is being written.
-pub fn clean(out: &Path) {
+pub(crate) fn clean(out: &Path) {
     let folders = fs::read_dir(out).into_iter().flatten().flatten();
     for file in folders.flat_map(|folder| fs::read_dir(folder.path())).flatten().flatten() {
         if file.file_name().as_encoded_bytes().starts_with(HALF_WRITTEN.as_bytes()) {

@@ -9,28 +9,29 @@
 //! Stop it in the middle, even with `kill -9`, and run the same command again: it goes on where it
 //! was. Broken files become dead letters with a clear error, and the rest succeeds.
 //!
-//! All that concerns jobq is in this file, in the order in which it happens. Beside it: `photo`
-//! resizes one photo, `folder` knows which copies are made, and `args`, `progress` and `report` are
-//! about the terminal.
+//! This file is the program: the job, then what happens in order. Beside it, `photo` resizes one
+//! photo, `folder` knows which copies are made, `album` is what jobs share, and `args`, `progress`
+//! and `report` are about the terminal.
 
+mod album;
 mod args;
 mod folder;
 mod photo;
 mod progress;
 mod report;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use jobq::ids::JobId;
-use jobq::outcome::DeathReason;
-use jobq::{BoxError, Client, DeadFilter, DeadJob, Job, JobContext, Runtime, State, job};
+use jobq::{
+    BoxError, Client, DeadFilter, DeadJob, DeathReason, Job, JobContext, Runtime, State, job,
+};
 use serde::{Deserialize, Serialize};
 
+use album::Album;
 use args::Args;
 use folder::Copy;
 use photo::PhotoError;
@@ -44,8 +45,8 @@ const WIDTHS: [u32; 3] = [100, 200, 400];
 /// This is the job. Its parameters are stored with it, but for the last two: the runtime provides
 /// those. What it returns is kept with the job, and shown in the table at the end.
 ///
-/// It is a plain `fn`, because it keeps a processor busy and never waits: jobq runs it on a thread
-/// of its own, where it holds up nobody. An `async fn` is for jobs that mostly wait.
+/// It is a plain `fn`, because it keeps a processor busy: jobq runs it on a thread where it holds
+/// up nobody. An `async fn` is for jobs that mostly wait.
 ///
 /// `lease` is how long a worker that falls silent keeps its jobs; then others take them over. A
 /// living one extends it in time, however busy it is. 5 s instead of the usual 30 s is for your
@@ -60,8 +61,8 @@ fn resize(
 ) -> Result<Resized, PhotoError> {
     let _running = album.enter(ctx.id());
     let started = Instant::now();
-    // A process can die after it has written the copy and before jobq has heard of it; the job then
-    // runs again. What every job should do, this one does: it sees that its work is done.
+    // A process can die after it has written the copy and before jobq has heard of it; then the job
+    // runs again. It does what every job should: it sees that its work is done.
     let copy = if folder::is_made(&source, &target) {
         photo::measure(&target)?
     } else {
@@ -79,34 +80,6 @@ struct Resized {
     copy: photo::Facts,
     worker: String,
     millis: u64,
-}
-
-/// What all jobs of this process share; they get it as `State<Arc<Album>>`.
-struct Album {
-    worker: String,
-    /// The jobs to tell of at the end: those enqueued, and those that an earlier run left.
-    jobs: Mutex<BTreeSet<JobId>>,
-    /// How many jobs run in this process.
-    running: AtomicU64,
-}
-
-impl Album {
-    /// Notes that a job runs here, until what this returns is dropped.
-    fn enter(&self, job: JobId) -> impl Drop {
-        struct Running<'a>(&'a AtomicU64);
-        impl Drop for Running<'_> {
-            fn drop(&mut self) {
-                self.0.fetch_sub(1, Ordering::Relaxed);
-            }
-        }
-        self.jobs().insert(job);
-        self.running.fetch_add(1, Ordering::Relaxed);
-        Running(&self.running)
-    }
-
-    fn jobs(&self) -> MutexGuard<'_, BTreeSet<JobId>> {
-        self.jobs.lock().expect("nobody panics while holding the lock")
-    }
 }
 
 #[tokio::main]
@@ -127,19 +100,15 @@ async fn run(args: &Args) -> Result<ExitCode, BoxError> {
     // The database is the queue: nothing else has to run or be set up.
     let client = Client::connect(&args.database).await?;
     client.migrate().await?;
+    let worker = format!("images:{}", std::process::id());
     let (folder, out) = (args.folder.display(), args.out.display());
-    println!("photos: {folder}\ncopies: {out}\njobs:   {}", args.database_name());
+    println!("photos: {folder}\ncopies: {out}\njobs:   {}\nworker: {worker}", args.database_name());
     if args.retry {
         let redriven = client.redrive(&DeadFilter::all().kind(resize::NAME)).await?;
         println!("{} dead letters are pending again", redriven.len());
     }
 
-    let worker = format!("images:{}", std::process::id());
-    let album = Arc::new(Album {
-        worker: worker.clone(),
-        jobs: Mutex::default(),
-        running: AtomicU64::new(0),
-    });
+    let album = Arc::new(Album::new(&worker));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let runtime = Runtime::new(client.clone())
         .name(worker)
@@ -159,21 +128,27 @@ async fn run(args: &Args) -> Result<ExitCode, BoxError> {
             };
             progress.clear();
             if let Ok(false) = followed {
-                println!("stopping: waiting for running jobs; the same command goes on from here");
+                println!("stopping: waiting for running jobs; Ctrl-C again does not wait");
+                tokio::spawn(async {
+                    drop(tokio::signal::ctrl_c().await);
+                    std::process::exit(130);
+                });
             }
         })
         .await?;
     let all_done = followed?;
 
-    let jobs = album.jobs().clone();
-    let made = report::jobs(&client, jobs).await?;
+    let made = report::jobs(&client, album.jobs()).await?;
     let dead = report::dead_letters(&client, args).await?;
-    println!(
-        "{made} copies made, {} dead letters, {} jobs taken over from a killed process, in {:.1} s",
-        dead.len(),
-        ended.rescued,
-        started.elapsed().as_secs_f32(),
-    );
+    let seconds = started.elapsed().as_secs_f32();
+    println!("{made} copies made, {} dead letters, in {seconds:.1} s", dead.len());
+    if ended.rescued > 0 {
+        println!("{} jobs of a killed process were taken over", ended.rescued);
+    }
+    if !all_done {
+        let left = Counts::read(&client).await?.unfinished();
+        println!("{left} jobs are left: the same command goes on with them");
+    }
     // Broken files are no failure of this program: what could be resized was.
     let broken = |letter: &DeadJob| letter.reason == DeathReason::Discarded;
     Ok(if all_done && dead.iter().all(broken) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -186,7 +161,8 @@ async fn follow(
     album: &Album,
     progress: &Progress,
 ) -> Result<(), BoxError> {
-    // What an earlier run left is done first. It says itself what it is: nothing else was stored.
+    // What an earlier run left is done first. Its jobs say all there is to know: the database
+    // remembers for us.
     let left = Counts::read(client).await?.unfinished();
     if left > 0 {
         progress.say(&format!("continuing: {left} jobs left of an earlier run"));
@@ -199,14 +175,16 @@ async fn follow(
     folder::clean(&args.out);
     let missing = missing(client, args).await?;
     if missing.is_empty() {
-        progress.say("nothing to enqueue: every photo has its copies, or is a dead letter");
+        if left == 0 {
+            progress.say("nothing to do: every photo has its copies or is a dead letter");
+        }
         return Ok(());
     }
     // One call is one transaction: whenever this process dies, all of the jobs exist or none.
     let jobs = missing.into_iter().map(|copy| resize::new(copy.source, copy.target, copy.width));
     let enqueued = jobq::enqueue_many(client, jobs).await?;
     progress.say(&format!("enqueued: {} jobs", enqueued.len()));
-    album.jobs().extend(enqueued.iter().map(|job| job.id));
+    album.add(enqueued.iter().map(|job| job.id));
     finish(client, album, progress).await;
     Ok(())
 }
@@ -239,15 +217,20 @@ async fn finish(client: &Client, album: &Album, progress: &Progress) {
         match Counts::read(client).await {
             Ok(counts) => {
                 let before = *before.get_or_insert(counts);
-                progress.show(counts, before, album.running.load(Ordering::Relaxed), patience);
+                progress.show(counts, before, album.running(), patience);
                 if counts.unfinished() == 0 {
                     return;
                 }
             }
             // The runtime outlives an outage of the database; so do we.
-            Err(error) => progress.say(&format!("waiting for the database: {error}")),
+            Err(error) => {
+                progress.say(&format!("waiting for the database: {error}"));
+                tokio::time::sleep(Duration::from_secs(5)).await;
+            }
         }
-        // Counting reads every row: at many, less often.
-        tokio::time::sleep(Duration::from_millis(100).max(asked.elapsed() * 20)).await;
+        // Counting reads every row: where there are many, less often.
+        let pause =
+            (asked.elapsed() * 20).clamp(Duration::from_millis(100), Duration::from_secs(5));
+        tokio::time::sleep(pause).await;
     }
 }

@@ -23,19 +23,19 @@ use crate::folder::HALF_WRITTEN;
 const MAX_FILE: u64 = 100_000_000;
 
 /// Larger photos are not decoded. A file of a few bytes can claim to be any size.
-const MAX_PIXELS: u64 = 120_000_000;
+const MAX_PIXELS: u64 = 60_000_000;
 
 /// What a copy is like.
 #[derive(Serialize, Deserialize)]
-pub struct Facts {
-    pub width: u32,
-    pub height: u32,
-    pub bytes: u64,
+pub(crate) struct Facts {
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    pub(crate) bytes: u64,
 }
 
 /// Why a photo was not resized.
 #[derive(Debug, thiserror::Error)]
-pub enum PhotoError {
+pub(crate) enum PhotoError {
     /// The file itself is the reason. By `?`, what `discard` makes ends up here.
     #[error(transparent)]
     Hopeless(#[from] jobq::Control),
@@ -47,7 +47,7 @@ pub enum PhotoError {
 /// Writes a copy of `source`, at most `width` pixels wide and never larger than it, to `target`.
 ///
 /// The copy appears whole or not at all. `attempt` is unlike that of any other call.
-pub fn resize(
+pub(crate) fn resize(
     source: &Path,
     target: &Path,
     width: u32,
@@ -59,15 +59,19 @@ pub fn resize(
     let width = width.min(photo.width());
     let height = (u64::from(photo.height()) * u64::from(width) / u64::from(photo.width())).max(1);
     let copy = photo.thumbnail_exact(width, height as u32);
-    let bytes = encode(&copy, format).map_err(|error| discard(format!("cannot be encoded: {error}")))?;
+    let bytes =
+        encode(&copy, format).map_err(|error| discard(format!("cannot be encoded: {error}")))?;
     let facts = Facts { width: copy.width(), height: copy.height(), bytes: bytes.len() as u64 };
-    write(target, &bytes, metadata.modified().ok(), attempt)
-        .map_err(|source| PhotoError::Io { action: "write", path: target.to_owned(), source })?;
+    write(target, &bytes, metadata.modified().ok(), attempt).map_err(|source| PhotoError::Io {
+        action: "write",
+        path: target.to_owned(),
+        source,
+    })?;
     Ok(facts)
 }
 
 /// What a copy that is made already is like.
-pub fn measure(copy: &Path) -> Result<Facts, PhotoError> {
+pub(crate) fn measure(copy: &Path) -> Result<Facts, PhotoError> {
     let failed = |source| PhotoError::Io { action: "read", path: copy.to_owned(), source };
     let bytes = fs::metadata(copy).map_err(failed)?.len();
     let (width, height) =
@@ -77,7 +81,7 @@ pub fn measure(copy: &Path) -> Result<Facts, PhotoError> {
 
 fn read(source: &Path) -> Result<(Vec<u8>, fs::Metadata), PhotoError> {
     let failed = |error: io::Error| match error.kind() {
-        io::ErrorKind::NotFound => discard("the file is gone").into(),
+        io::ErrorKind::NotFound => discard("the file does not exist").into(),
         io::ErrorKind::PermissionDenied => discard("the file may not be read").into(),
         _ => PhotoError::Io { action: "read", path: source.to_owned(), source: error },
     };
@@ -90,7 +94,7 @@ fn read(source: &Path) -> Result<(Vec<u8>, fs::Metadata), PhotoError> {
     }
     if metadata.len() > MAX_FILE {
         let (size, max) = (metadata.len() / 1_000_000, MAX_FILE / 1_000_000);
-        Err(discard(format!("the file is too large: {size} MB, and up to {max} MB are read")))?;
+        Err(discard(format!("the file is too large: {size} MB; the limit is {max} MB")))?;
     }
     let bytes = fs::read(source).map_err(failed)?;
     Ok((bytes, metadata))
@@ -98,7 +102,9 @@ fn read(source: &Path) -> Result<(Vec<u8>, fs::Metadata), PhotoError> {
 
 fn decode(bytes: &[u8]) -> Result<(DynamicImage, ImageFormat), jobq::Control> {
     let damaged = |error: &dyn std::fmt::Display| {
-        discard(format!("the file is damaged: {}", error.to_string().trim_end()))
+        let error = error.to_string();
+        let error = error.trim().trim_matches('"');
+        discard(format!("the file is damaged: {error}"))
     };
     match image::guess_format(bytes) {
         Ok(ImageFormat::Jpeg) => {
@@ -141,7 +147,7 @@ fn refuse_huge(width: u32, height: u32) -> Result<(), jobq::Control> {
         return Ok(());
     }
     let max = MAX_PIXELS / 1_000_000;
-    Err(discard(format!("too large: {width} × {height} pixels, and up to {max} million are decoded")))
+    Err(discard(format!("too large: {width} × {height} pixels; the limit is {max} million")))
 }
 
 /// Cameras store how they were held; the copy will not say it, so it is turned.

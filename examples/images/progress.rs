@@ -5,8 +5,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use jobq::Client;
-use jobq::ids::JobState;
+use jobq::{Client, JobState};
 
 use crate::QUEUE;
 
@@ -15,15 +14,15 @@ const LINE_EVERY: Duration = Duration::from_secs(10);
 
 /// How many jobs of the queue are in which state.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counts {
-    pub pending: u64,
-    pub running: u64,
-    pub completed: u64,
-    pub dead: u64,
+pub(crate) struct Counts {
+    pub(crate) pending: u64,
+    pub(crate) running: u64,
+    pub(crate) completed: u64,
+    pub(crate) dead: u64,
 }
 
 impl Counts {
-    pub async fn read(client: &Client) -> jobq::Result<Self> {
+    pub(crate) async fn read(client: &Client) -> jobq::Result<Self> {
         let mut counts = Self::default();
         for line in client.counts().await? {
             if line.queue != QUEUE {
@@ -39,13 +38,13 @@ impl Counts {
         Ok(counts)
     }
 
-    pub fn unfinished(&self) -> u64 {
+    pub(crate) fn unfinished(&self) -> u64 {
         self.pending + self.running
     }
 }
 
 /// A progress bar, or what stands for it.
-pub struct Progress {
+pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     /// When a line was last written.
     line_at: Cell<Instant>,
@@ -54,9 +53,9 @@ pub struct Progress {
 }
 
 impl Progress {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let bar = std::io::stdout().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{bar:30.green} {pos}/{len} {wide_msg}");
+            let style = ProgressStyle::with_template("{bar:20.green} {pos}/{len} {wide_msg}");
             ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stdout())
                 .with_style(style.expect("the template is valid"))
         });
@@ -68,7 +67,7 @@ impl Progress {
     }
 
     /// Writes a line.
-    pub fn say(&self, line: &str) {
+    pub(crate) fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| println!("{line}")),
             None => println!("{line}"),
@@ -79,7 +78,7 @@ impl Progress {
     ///
     /// `here` is how many run in this process, `patience` the longest wait for a job whose process
     /// was killed.
-    pub fn show(&self, counts: Counts, before: Counts, here: u64, patience: Duration) {
+    pub(crate) fn show(&self, counts: Counts, before: Counts, here: u64, patience: Duration) {
         let (latest, mut since) = self.latest.get();
         if counts != latest {
             since = Instant::now();
@@ -93,12 +92,10 @@ impl Progress {
         let waited = since.elapsed();
         if counts.running > 0 && here == 0 && waited > Duration::from_secs(1) {
             let left = patience.saturating_sub(waited).as_secs() + 1;
-            message = format!(
-                "{} jobs belong to another process; if it was killed, they are taken over within {left} s",
-                counts.running,
-            );
+            message =
+                format!("{} held by another process; if killed, ours in {left} s", counts.running);
         } else if counts.running == 0 && counts.pending > 0 && waited > Duration::from_secs(1) {
-            message = format!("{} jobs failed and wait to be tried again", counts.pending);
+            message = format!("{} failed, to be tried again", counts.pending);
         }
         let Some(bar) = &self.bar else {
             if self.line_at.get().elapsed() >= LINE_EVERY {
@@ -114,7 +111,7 @@ impl Progress {
     }
 
     /// Takes the bar away.
-    pub fn clear(&self) {
+    pub(crate) fn clear(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

@@ -2,10 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
-use std::iter::successors;
 
-use jobq::ids::{JobId, JobState};
-use jobq::{Client, DeadFilter, DeadJob, Job, JobInfo, Lookup};
+use jobq::{Client, DeadFilter, DeadJob, JobId, JobInfo, JobState, Lookup};
 
 use crate::args::Args;
 use crate::folder::Copy;
@@ -15,17 +13,27 @@ use crate::{Resized, resize};
 const MAX_LINES: usize = 100;
 
 /// An error with its causes, in a line.
-pub fn with_causes(error: &(dyn Error + 'static)) -> String {
-    let causes = successors(Some(error), |error| error.source());
-    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+pub(crate) fn with_causes(error: &(dyn Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let words = error.to_string();
+        // Some errors say what their cause says.
+        if !text.ends_with(&words) {
+            text = format!("{text}: {words}");
+        }
+        cause = error.source();
+    }
+    text
 }
 
-/// Writes a table of these jobs; returns how many are completed.
-pub async fn jobs(client: &Client, ids: BTreeSet<JobId>) -> jobq::Result<usize> {
+/// Writes a table of those of these jobs that ended; returns how many were completed.
+pub(crate) async fn jobs(client: &Client, ids: BTreeSet<JobId>) -> jobq::Result<usize> {
     let mut jobs = Vec::new();
     for id in ids {
         // A job that is gone was finished longer ago than its queue keeps jobs.
         if let Lookup::Found(job) = client.job(id).await?
+            && job.state.is_final()
             && let Some(copy) = Copy::of(&job.payload)
         {
             jobs.push((copy, job));
@@ -46,7 +54,9 @@ pub async fn jobs(client: &Client, ids: BTreeSet<JobId>) -> jobq::Result<usize> 
     let [photo, copy, worker] = [width(0), width(2), width(3)];
     println!();
     for [name, width, facts, by, took, attempts] in &table {
-        println!("{name:photo$}  {width:>5}  {facts:copy$}  {by:worker$}  {took:>7}  {attempts:>8}");
+        println!(
+            "{name:photo$}  {width:>5}  {facts:copy$}  {by:worker$}  {took:>7}  {attempts:>8}"
+        );
     }
     if jobs.len() > MAX_LINES {
         println!("… and {} more", jobs.len() - MAX_LINES);
@@ -58,32 +68,33 @@ pub async fn jobs(client: &Client, ids: BTreeSet<JobId>) -> jobq::Result<usize> 
 fn line(copy: &Copy, job: &JobInfo) -> [String; 6] {
     let resized = job.result.as_deref().and_then(|json| serde_json::from_str::<Resized>(json).ok());
     let last = job.attempts.last();
-    let (facts, worker, took) = match resized {
-        Some(Resized { copy, worker, millis }) => {
-            let kilobytes = copy.bytes as f64 / 1000.0;
-            let facts = format!("{} × {}, {kilobytes:.1} kB", copy.width, copy.height);
-            (facts, worker, format!("{millis} ms"))
-        }
-        None => {
-            let worker = last.and_then(|attempt| attempt.worker.clone()).unwrap_or_default();
-            (job.state.to_string(), worker, String::new())
-        }
+    let (facts, worker, took) = if let Some(Resized { copy, worker, millis }) = resized {
+        let kilobytes = copy.bytes as f64 / 1000.0;
+        let facts = format!("{} × {}, {kilobytes:.1} kB", copy.width, copy.height);
+        (facts, worker, format!("{millis} ms"))
+    } else {
+        let worker = last.and_then(|attempt| attempt.worker.clone()).unwrap_or_default();
+        (job.state.to_string(), worker, String::new())
     };
     let attempts = job.attempt.to_string();
     [copy.name(), copy.width.to_string(), facts, worker, took, attempts]
 }
 
 /// Writes the dead letters of this folder, those of one photo with the same error in a line.
-pub async fn dead_letters(client: &Client, args: &Args) -> jobq::Result<Vec<DeadJob>> {
+pub(crate) async fn dead_letters(client: &Client, args: &Args) -> jobq::Result<Vec<DeadJob>> {
     let mut dead = client.dead(&DeadFilter::all().kind(resize::NAME), u32::MAX).await?;
     let mut lines: BTreeMap<(String, String), BTreeSet<u32>> = BTreeMap::new();
     dead.retain(|letter| {
         let Some(copy) = Copy::of(&letter.payload) else { return false };
         // Of other folders, or made up for since.
-        if copy.source.parent() != Some(&args.folder) || !copy.target.starts_with(&args.out) || copy.is_made() {
+        if copy.source.parent() != Some(&args.folder)
+            || !copy.target.starts_with(&args.out)
+            || copy.is_made()
+        {
             return false;
         }
-        let line = (copy.name(), format!("{} ({})", letter.error, letter.reason));
+        let error = letter.error.replace("\ncaused by: ", ": ");
+        let line = (copy.name(), format!("{error} ({})", letter.reason));
         lines.entry(line).or_default().insert(copy.width);
         true
     });

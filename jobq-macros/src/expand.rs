@@ -15,7 +15,7 @@ use proc_macro2::{Group, Ident, Literal, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::ext::IdentExt;
 use syn::spanned::Spanned;
-use syn::{Expr, ReturnType, Type};
+use syn::{Expr, LitStr, ReturnType, Type};
 
 use crate::args::{BackoffOptions, Number, Options, Value};
 use crate::handler::{Form, JobFn, Param, Role};
@@ -141,6 +141,7 @@ impl<'a> Writer<'a> {
         });
         quote! {
             #(#attrs)*
+            #[allow(non_camel_case_types)]
             #vis enum #twin {}
         }
     }
@@ -207,6 +208,9 @@ impl<'a> Writer<'a> {
             }
         }
         let serde_path = quote!(#private::serde).to_string();
+        // A path that leads nowhere is an error where it is given.
+        let place = self.options.krate.as_ref().map_or_else(Span::call_site, Spanned::span);
+        let serde_path = LitStr::new(&serde_path, place);
         let (generics, serde_bound) = if bounds.is_empty() {
             (TokenStream::new(), TokenStream::new())
         } else {
@@ -333,7 +337,8 @@ impl<'a> Writer<'a> {
             return quote!(fn __jobq_run(__jobq_call: #private::Call) -> #outcome { #body });
         }
         // A future that is not `Send` is an error at the function's name.
-        let future = quote_spanned!(twin.span()=> ::std::boxed::Box::pin(async move { #body }));
+        let boxed = respan(&quote!(#private::boxed), twin.span());
+        let future = quote_spanned!(twin.span()=> #boxed(async move { #body }));
         quote! {
             fn __jobq_run(__jobq_call: #private::Call) -> #private::BoxFuture<'static, #outcome> {
                 #future

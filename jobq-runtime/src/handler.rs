@@ -280,6 +280,12 @@ pub fn need<J: Injected<K, N>, K, const N: usize>(needs: &mut Vec<Need>) {
     needs.extend(<J::Type as Inject>::need());
 }
 
+/// Boxes the future of a job function, which must be able to move between threads.
+#[doc(hidden)]
+pub fn boxed<F: Future<Output = Outcome> + Send + 'static>(run: F) -> BoxFuture<'static, Outcome> {
+    Box::pin(run)
+}
+
 /// Turns what `J` returned into an outcome.
 #[doc(hidden)]
 pub fn outcome<J: Returned<K>, K>(returned: J::Type) -> Outcome {

@@ -60,7 +60,7 @@ pub mod __private {
     pub use crate::__register as register;
     pub use crate::handler::{
         BoxFuture, Call, DefaultParam, Field, Handler, Injected, Need, Param, PayloadField,
-        Returned, inject, need, outcome,
+        Returned, boxed, inject, need, outcome,
     };
     #[cfg(feature = "runtime")]
     pub use inventory;

@@ -1,21 +1,17 @@
 //! A fresh set of tables in a real database, and what cases need to poke at them.
 
-use std::borrow::Cow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
 use jobq_core::lifecycle::Transition;
-use jobq_core::queue::bands;
 use tokio_util::sync::CancellationToken;
 
+use super::worker::{job, settlement};
 use crate::client::{Client, ClientOptions};
 use crate::context::{Facts, JobContext};
-use crate::job::{CheckedDue, CheckedJob};
-use crate::store::{
-    Claim, Claimed, ClaimedJob, Floor, NewSession, QueueClaim, Settled, Settlement, Store,
-};
+use crate::job::CheckedJob;
+use crate::store::{Settled, Settlement, Store};
 
 /// Longer than any case takes.
 pub(crate) const LEASE: Duration = Duration::from_secs(60);
@@ -128,8 +124,9 @@ impl Bed {
                 self.execute(&format!("create database {name}")).await;
                 let outside = (*pool.connect_options()).clone();
                 let inside = outside.clone().database(&name);
-                let pool =
-                    sqlx::postgres::PgPoolOptions::new().max_connections(12).connect_lazy_with(inside);
+                let pool = sqlx::postgres::PgPoolOptions::new()
+                    .max_connections(12)
+                    .connect_lazy_with(inside);
                 let client = ClientOptions::new().postgres(pool.clone()).expect("a good name");
                 client.migrate().await.expect("the tables can be made");
                 Self {
@@ -158,6 +155,16 @@ impl Bed {
             Database::Postgres(pool) => options.postgres(pool.clone()).expect("a good name"),
             #[cfg(feature = "sqlite")]
             Database::Sqlite(pool) => options.sqlite(pool.clone()).expect("a good name"),
+        }
+    }
+
+    /// The pool of a case that is for PostgreSQL only.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn postgres_pool(&self) -> &sqlx::PgPool {
+        match &self.database {
+            Database::Postgres(pool) => pool,
+            #[cfg(feature = "sqlite")]
+            Database::Sqlite(_) => panic!("the case is for PostgreSQL only"),
         }
     }
 
@@ -242,21 +249,6 @@ impl Bed {
         self.number(&format!("select count(*) from jobq.{table}")).await
     }
 
-    /// Opens a session that knows `kinds`.
-    pub(crate) async fn session(&self, lease: Duration, kinds: &[&str]) -> Worker<'_> {
-        static NEXT: AtomicI64 = AtomicI64::new(1_000);
-        let id = SessionId(NEXT.fetch_add(1, Ordering::Relaxed));
-        let session = NewSession {
-            id,
-            worker: format!("worker-{id}"),
-            lease,
-            kinds: kinds.iter().map(|kind| (*kind).to_owned()).collect(),
-            queues: vec!["default".to_owned()],
-        };
-        self.store.open_session(&session).await.expect("a session can be opened");
-        Worker { bed: self, id, kinds: session.kinds }
-    }
-
     /// Writes jobs and returns their ids.
     pub(crate) async fn enqueue(&self, jobs: Vec<CheckedJob>) -> Vec<JobId> {
         self.store.insert(jobs).await.expect("jobs can be written")
@@ -296,9 +288,41 @@ impl Bed {
     pub(crate) async fn expire(&self, session: SessionId) {
         let past = self.from_now(-1);
         let done = self
-            .execute(&format!("update jobq.sessions set leased_until = {past} where id = {session}"))
+            .execute(&format!(
+                "update jobq.sessions set leased_until = {past} where id = {session}"
+            ))
             .await;
         assert_eq!(done, 1, "the session is open");
+    }
+
+    /// Waits until a statement about these tables waits for a row or a table.
+    #[cfg(feature = "postgres")]
+    pub(crate) async fn until_one_waits_for_a_lock(&self) {
+        let waiting = "select count(*) from pg_stat_activity
+             where wait_event_type = 'Lock' and query like '%jobq.%'";
+        super::wait::until("somebody waits for a lock", || async {
+            self.number(waiting).await > 0
+        })
+        .await;
+    }
+
+    /// Runs a statement that the tables' checks would refuse, as a newer version's would not.
+    pub(crate) async fn without_checks(&self, text: &str) {
+        match &self.database {
+            #[cfg(feature = "postgres")]
+            Database::Postgres(_) => {
+                let check = "finished drop constraint finished_state_check";
+                self.execute(&format!("alter table jobq.{check}")).await;
+                self.execute(text).await;
+            }
+            #[cfg(feature = "sqlite")]
+            Database::Sqlite(pool) => {
+                let mut connection = pool.acquire().await.expect("connects").detach();
+                let off = "pragma ignore_check_constraints = on";
+                sqlx::query(off).execute(&mut connection).await.expect("a setting");
+                sqlx::query(self.statement(text)).execute(&mut connection).await.expect("writes");
+            }
+        }
     }
 
     /// Lets a pending job's time come.
@@ -328,63 +352,4 @@ impl Drop for Bed {
         });
         let _ = cleaned.join();
     }
-}
-
-/// A session that claims, as a worker's process would.
-pub(crate) struct Worker<'b> {
-    bed: &'b Bed,
-    pub(crate) id: SessionId,
-    kinds: Vec<String>,
-}
-
-impl Worker<'_> {
-    /// Claims up to `limit` jobs of the default queue, looking from the beginning.
-    pub(crate) async fn claim(&self, limit: u32) -> Vec<ClaimedJob> {
-        self.claim_from(limit, Floor::START).await.jobs
-    }
-
-    /// Claims from a floor, the same in every band.
-    pub(crate) async fn claim_from(&self, limit: u32, floor: Floor) -> Claimed {
-        let claim = self.asking("default", limit, floor);
-        self.bed.store.claim(&claim).await.expect("claiming reaches the database")
-    }
-
-    /// A claim of this session.
-    pub(crate) fn asking(&self, queue: &str, limit: u32, floor: Floor) -> Claim {
-        Claim {
-            kinds: self.kinds.iter().map(|kind| (kind.clone(), self.id)).collect(),
-            queues: vec![QueueClaim {
-                queue: queue.to_owned(),
-                limit,
-                floors: bands().map(|band| (band, floor)).collect(),
-            }],
-        }
-    }
-
-    /// Claims exactly one job.
-    pub(crate) async fn claim_one(&self) -> ClaimedJob {
-        let mut jobs = self.claim(1).await;
-        assert_eq!(jobs.len(), 1, "one job is due");
-        jobs.remove(0)
-    }
-}
-
-/// A job of the default queue, due now.
-pub(crate) fn job(kind: &'static str) -> CheckedJob {
-    CheckedJob {
-        kind: Cow::Borrowed(kind),
-        queue: Cow::Borrowed("default"),
-        payload: "{}".to_owned(),
-        due: CheckedDue::After(Duration::ZERO),
-        priority: 0,
-        max_attempts: 3,
-        max_crashes: 3,
-        tags: Vec::new(),
-        metadata: None,
-    }
-}
-
-/// A transition to be written for a lease, with the usual retention.
-pub(crate) fn settlement(lease: Lease, transition: Transition) -> Settlement {
-    Settlement { lease, transition, retention: RETENTION, doubtful: false }
 }

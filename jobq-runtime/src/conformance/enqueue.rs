@@ -4,9 +4,10 @@ use std::borrow::Cow;
 
 use jobq_core::job::JobId;
 
-use super::bed::{Bed, LEASE, job, on_pool};
+use super::bed::{Bed, LEASE, on_pool};
 use super::sample::plain;
 use super::wait::join_all;
+use super::worker::job;
 use crate::enqueue::{EnqueueTarget, enqueue_many};
 use crate::error::Error;
 use crate::job::CheckedJob;
@@ -156,7 +157,8 @@ async fn assert_in_order(bed: &Bed, ids: &[JobId], jobs: usize) {
     let mut sorted = ids.to_vec();
     sorted.sort_unstable();
     let list: Vec<String> = sorted.iter().map(ToString::to_string).collect();
-    let text = format!("select payload from jobq.jobs where id in ({}) order by id", list.join(","));
+    let text =
+        format!("select payload from jobq.jobs where id in ({}) order by id", list.join(","));
     let stored = bed.texts(&text).await;
     let of_id: std::collections::HashMap<JobId, String> = sorted.into_iter().zip(stored).collect();
     for (n, id) in ids.iter().enumerate() {

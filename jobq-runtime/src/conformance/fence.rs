@@ -5,8 +5,9 @@ use std::time::Duration;
 use jobq_core::job::{Lease, SessionId};
 use jobq_core::lifecycle::{self, Transition};
 
-use super::bed::{Bed, LEASE, RETENTION, on_pool, settlement};
+use super::bed::{Bed, LEASE, RETENTION, on_pool};
 use super::settle::{buried, cancelled, completed, failed, snoozed};
+use super::worker::settlement;
 use crate::error::Error;
 use crate::store::{ClaimedJob, DeadFilter, Settled, Settlement};
 
@@ -74,7 +75,10 @@ async fn assert_fenced(bed: &Bed, job: &ClaimedJob, lease: Lease) {
     for path in PATHS {
         let settled = path.take(bed, job, lease).await;
         assert_eq!(before, bed.everything(lease.job).await, "{path:?} wrote");
-        assert!(settled.is_none_or(|settled| settled == Settled::LeaseLost), "{path:?}: {settled:?}");
+        assert!(
+            settled.is_none_or(|settled| settled == Settled::LeaseLost),
+            "{path:?}: {settled:?}"
+        );
     }
 }
 
@@ -126,7 +130,7 @@ pub(super) async fn f2_after_a_rescue_nothing_is_written(bed: Bed) {
 }
 
 pub(super) async fn f2_after_a_rescue_buried_the_job_nothing_is_written(bed: Bed) {
-    let mut once = super::bed::job("k");
+    let mut once = super::worker::job("k");
     once.max_attempts = 1;
     bed.enqueue(vec![once]).await;
     let stale = bed.session(LEASE, &["k"]).await.claim_one().await;

@@ -5,8 +5,9 @@ use std::time::{Duration, SystemTime};
 use jobq_core::job::JobId;
 use jobq_core::queue::EXPRESS;
 
-use super::bed::{Bed, LEASE, job, on_pool};
+use super::bed::{Bed, LEASE, on_pool};
 use super::sample::{new_job, plain};
+use super::worker::job;
 use crate::enqueue::enqueue_many;
 use crate::error::Error;
 use crate::job::NewJob;

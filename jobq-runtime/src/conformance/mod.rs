@@ -4,15 +4,30 @@
 
 mod bed;
 mod claim;
+mod complete_in;
 mod enqueue;
 mod fence;
 mod fields;
+#[cfg(feature = "sqlite")]
+mod files;
+mod heartbeat;
+mod late;
+mod look;
 mod payloads;
+#[cfg(feature = "postgres")]
+mod plans;
+mod proof;
+mod rescue;
 mod rows;
 mod sample;
 mod second_look;
+#[cfg(feature = "postgres")]
+mod servers;
 mod settle;
+mod setup;
 mod wait;
+mod wake_up;
+mod worker;
 
 use bed::Bed;
 
@@ -50,6 +65,14 @@ macro_rules! on_postgres_only {
         tests!(only_postgres, Some(Bed::postgres().await), { $($cases)+ });
         #[cfg(feature = "postgres")]
         tests!(only_postgres18, Bed::postgres18().await, { $($cases)+ });
+    };
+}
+
+/// For what only a file can get wrong.
+macro_rules! on_sqlite_only {
+    ($($cases:tt)+) => {
+        #[cfg(feature = "sqlite")]
+        tests!(only_sqlite, Some(Bed::sqlite().await), { $($cases)+ });
     };
 }
 
@@ -128,6 +151,83 @@ on_every_database! {
         d4_overlapping_batches_never_deadlock_and_write_each_job_once
         s3_a_job_to_be_cancelled_is_not_requeued
         s3_a_job_that_ends_before_it_is_cancelled_has_ended;
+    heartbeat:
+        e6_the_next_due_job_is_the_earliest_scheduled_one
+        f1_a_session_id_can_be_registered_once
+        f1_one_expired_session_of_two_stops_the_claim
+        f1_without_a_live_session_nothing_is_claimed
+        f4_a_closed_session_is_told_so_and_stays_closed
+        f4_a_heartbeat_brings_news_of_its_jobs_by_token
+        f4_a_heartbeat_does_not_wait_for_an_open_complete_in
+        f4_a_heartbeat_extends_the_session_by_its_lease
+        f4_a_heartbeat_publishes_how_far_the_worker_has_claimed
+        f4_an_expired_session_that_nobody_closed_is_extended
+        f4_heartbeats_and_claims_do_not_hold_each_other_up;
+    rescue:
+        f6_a_crash_of_the_last_attempt_is_the_end
+        f6_a_crashed_job_that_was_to_be_cancelled_is_cancelled
+        f6_a_job_of_a_session_that_does_not_exist_is_found
+        f6_a_rescued_job_is_next_in_line_before_the_backlog
+        f6_a_session_without_jobs_is_forgotten
+        f6_a_sessions_jobs_can_be_listed
+        f6_four_rescuers_at_once_rescue_each_job_once
+        f6_jobs_of_live_sessions_are_left_alone
+        f6_only_crashes_while_isolated_count_towards_poison
+        f6_the_three_counters_do_not_mix
+        f6_thousands_of_jobs_are_rescued_in_one_go;
+    complete_in:
+        f7_a_late_attempt_has_no_effect
+        f7_a_retention_of_zero_leaves_nothing
+        f7_a_rollback_leaves_the_job_running
+        f7_a_settlement_after_it_finds_the_completion
+        f7_effect_and_completion_commit_together
+        f7_every_kind_of_transaction_will_do
+        s3_a_job_that_completes_before_it_stops_is_completed;
+    late:
+        e1_a_cursor_meets_what_commits_a_moment_late
+        e1_a_job_that_committed_late_is_found_and_goes_next
+        e1_a_late_job_of_the_express_band_is_found_too
+        e1_a_late_job_that_was_claimed_meanwhile_is_left_alone
+        e1_no_floor_however_wrong_loses_a_job
+        e1_tens_of_thousands_of_late_jobs_are_found_in_two_passes
+        e1_what_is_looked_through_has_two_ends
+        r5_a_kind_that_no_worker_knows_is_parked_until_one_does
+        r5_a_kind_that_only_another_queues_worker_knows_is_parked
+        r5_a_kind_whose_workers_have_not_come_there_yet_is_left_alone
+        r5_unparking_is_bounded;
+    proof:
+        d2_a_pruned_jobs_attempts_are_pruned_with_it
+        d2_one_of_many_has_a_duty_and_keeps_it
+        d2_only_what_has_expired_is_pruned_and_only_so_much
+        e1_a_proven_floor_has_no_pending_job_below_it
+        e1_a_worker_begins_where_nothing_is_left_behind
+        e1_when_the_clock_steps_back_everything_is_looked_through
+        f6_now_and_then_the_sweep_looks_for_orphans;
+    wake_up:
+        e6_an_enqueue_says_where_something_became_claimable;
+    look:
+        l1_an_unknown_word_is_an_error_and_no_panic
+        l3_gone_is_told_apart_from_never_there
+        l3_nothing_was_ever_there_before_the_first_job
+        m1_jobs_are_counted_by_queue_and_state
+        m3_a_job_can_be_looked_up_in_every_state
+        m3_dead_and_cancelled_jobs_say_why
+        r4_a_cancelled_job_can_be_redriven_by_its_id
+        r4_a_completed_job_cannot_be_redriven
+        r4_a_redriven_job_starts_anew_under_its_old_id_and_token
+        r4_dead_letters_are_found_by_queue_kind_and_reason
+        r4_four_who_redrive_at_once_make_each_job_once
+        r4_redrive_takes_one_some_or_all
+        s3_each_job_is_cancelled_as_its_state_allows;
+    setup:
+        d1_a_good_database_passes_the_check
+        d1_a_name_that_is_no_identifier_is_refused
+        d1_many_processes_migrate_at_once_and_again
+        d1_missing_tables_are_an_error_that_names_the_cure
+        d1_newer_tables_are_left_as_they_are
+        d1_tables_of_two_names_do_not_mix
+        f1_a_view_shows_who_runs_a_job_and_until_when
+        s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do;
 }
 
 on_postgres_only! {
@@ -137,4 +237,48 @@ on_postgres_only! {
         r6_a_broken_connection_names_the_ids_to_look_up;
     second_look:
         f2_a_locked_row_holds_up_nobody_else;
+    heartbeat:
+        f6_closing_a_session_waits_for_a_claim_in_flight;
+    rescue:
+        f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others;
+    complete_in:
+        f7_a_cancel_after_the_snapshot_is_a_serialization_failure
+        f7_a_row_that_is_locked_for_a_moment_is_waited_for
+        f7_heartbeats_do_not_disturb_it_at_any_isolation_level
+        s3_a_cancel_waits_for_an_open_complete_in;
+    proof:
+        e1_nothing_is_proved_while_an_older_transaction_is_open;
+    wake_up:
+        e6_a_flood_of_enqueues_sends_few_wake_ups
+        e6_a_wake_up_comes_with_the_commit_and_not_before
+        e6_every_queue_and_band_of_a_call_is_woken
+        e6_what_is_no_wake_up_is_ignored
+        s2_a_listener_whose_connection_is_cut_says_so;
+    look:
+        r4_a_locked_dead_letter_holds_up_nobody_else;
+    servers:
+        f1_the_databases_own_settings_do_not_matter
+        s5_a_check_that_cannot_connect_names_the_server
+        s5_a_database_that_does_not_exist_is_named
+        s5_a_refused_login_says_what_the_server_said
+        s5_a_server_that_is_not_there_is_named
+        s5_a_url_that_cannot_be_read_is_shown_without_its_password
+        s7_pgbouncer_in_the_way_is_recognised;
+    plans:
+        d4_claims_are_hot_updates
+        d4_every_statement_touches_only_its_rows
+        d4_operations_first_done_on_empty_tables_stay_cheap
+        f1_a_claim_does_not_read_what_is_before_its_floor
+        f1_a_claim_reads_only_the_rows_that_it_takes;
+}
+
+on_sqlite_only! {
+    files:
+        d3_the_file_is_in_wal_mode_whatever_the_pool_says
+        d3_two_processes_share_the_file
+        s5_a_database_in_memory_is_refused_with_the_cure
+        s5_a_file_in_a_missing_folder_is_named_with_the_cure
+        s5_a_file_that_can_only_be_read_is_refused_with_the_cure
+        s5_a_file_that_is_no_database_is_refused
+        s5_a_missing_file_is_made;
 }

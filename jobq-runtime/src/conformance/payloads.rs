@@ -1,10 +1,11 @@
 //! Payloads: stored as the bytes they were given as, and given back so.
 
-use serde::{Deserialize, Serialize};
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
-use super::bed::{Bed, LEASE, job};
+use super::bed::{Bed, LEASE};
 use super::sample::new_job;
+use super::worker::job;
 use crate::client::ClientOptions;
 use crate::error::Error;
 
@@ -35,7 +36,10 @@ fn matrix() -> Matrix {
         unit: (),
         none: None,
         some: Some(Some(7)),
-        shape: Shape::Box { width: i64::MIN, inside: vec![None, Some(Shape::Circle(-0.0)), Some(Shape::Point)] },
+        shape: Shape::Box {
+            width: i64::MIN,
+            inside: vec![None, Some(Shape::Circle(-0.0)), Some(Shape::Point)],
+        },
         i64s: [i64::MIN, i64::MAX],
         u64_: u64::MAX,
         u128_: u128::MAX,
@@ -71,7 +75,8 @@ struct Text {
 }
 
 pub(super) async fn e4_a_megabyte_comes_back_as_it_was(bed: Bed) {
-    let text: String = ('a'..='z').chain(['é', '\u{1f980}', '\0', '"']).cycle().take(1 << 20).collect();
+    let text: String =
+        ('a'..='z').chain(['é', '\u{1f980}', '\0', '"']).cycle().take(1 << 20).collect();
     let sent = Text { text };
     assert!(round_trip(&bed, &sent).await == sent);
 }
@@ -110,7 +115,8 @@ pub(super) async fn e4_the_payload_limit_is_the_clients(bed: Bed) {
     let options = ClientOptions::new().schema(&bed.schema).payload_limit(size);
     let client = bed.client_with(options);
     new_job(&fits).enqueue(&client).await.expect("exactly the limit");
-    let error = new_job(&Text { text: "x".repeat(101) }).enqueue(&client).await.expect_err("larger");
+    let error =
+        new_job(&Text { text: "x".repeat(101) }).enqueue(&client).await.expect_err("larger");
     assert!(matches!(error, Error::Payload { .. }), "{error:?}");
     assert!(error.to_string().contains(&format!("more than the limit of {size}")), "{error}");
     super::bed::on_pool!(bed, pool => {

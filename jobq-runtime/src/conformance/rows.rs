@@ -117,7 +117,8 @@ impl Bed {
             .into_iter()
             .map(|(name, kind)| match &*kind {
                 "timestamp with time zone" => format!(
-                    "'{name}', case when isfinite({name})
+                    "'{name}', case when {name} is null then null
+                         when isfinite({name})
                          then (extract(epoch from {name}) * 1000000)::int8
                          when {name} = 'infinity' then 9223372036854775807
                          else -9223372036854775808 end"

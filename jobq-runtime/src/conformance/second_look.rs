@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use jobq_core::lifecycle::{self, Transition};
 
-use super::bed::{Bed, LEASE, job, settlement};
+use super::bed::{Bed, LEASE};
 use super::settle::{buried, cancelled, completed, failed, snoozed};
 use super::wait::join_all;
+use super::worker::{job, settlement};
 use crate::store::{CancelReply, ClaimedJob, DeadFilter, Settled, Settlement};
 
 /// One transition of every sort.
@@ -34,8 +35,7 @@ pub(super) async fn f2_what_a_lost_reply_had_written_is_found(bed: Bed) {
         for sort in 0..6 {
             let job = &claim(&bed, 1).await[0];
             let transition = every_sort(job)[sort].clone();
-            let first =
-                Settlement { retention, ..settlement(job.lease, transition.clone()) };
+            let first = Settlement { retention, ..settlement(job.lease, transition.clone()) };
             let again = Settlement { doubtful: true, ..first.clone() };
             assert_eq!(bed.settle_all(&[first]).await, [Settled::Written]);
             let before = bed.everything(job.lease.job).await;
@@ -81,8 +81,7 @@ pub(super) async fn f2_a_rescue_is_not_mistaken_for_a_lost_reply(bed: Bed) {
 pub(super) async fn f2_a_lost_reply_whose_job_went_on_writes_nothing(bed: Bed) {
     let stale = &claim(&bed, 1).await[0];
     assert_eq!(bed.settle(stale.lease, snoozed(stale.counters)).await, Settled::Written);
-    let again =
-        Settlement { doubtful: true, ..settlement(stale.lease, snoozed(stale.counters)) };
+    let again = Settlement { doubtful: true, ..settlement(stale.lease, snoozed(stale.counters)) };
     let newer = bed.session(LEASE, &["k"]).await.claim_one().await;
     let before = bed.everything(stale.lease.job).await;
     assert_eq!(bed.settle_all(&[again]).await, [Settled::LeaseLost]);
@@ -91,8 +90,7 @@ pub(super) async fn f2_a_lost_reply_whose_job_went_on_writes_nothing(bed: Bed) {
     assert_eq!(bed.settle(newer.lease, snoozed(newer.counters)).await, Settled::Written);
     let reply = bed.client.cancel(newer.lease.job).await.expect("cancels");
     assert_eq!(reply, CancelReply::Cancelled);
-    let again =
-        Settlement { doubtful: true, ..settlement(newer.lease, snoozed(newer.counters)) };
+    let again = Settlement { doubtful: true, ..settlement(newer.lease, snoozed(newer.counters)) };
     assert_eq!(bed.settle_all(&[again]).await, [Settled::Found]);
 }
 
@@ -166,7 +164,16 @@ pub(super) async fn f2_a_batch_of_300_in_any_order_is_written_job_by_job(bed: Be
         let expected = if n % 3 == 0 { Settled::LeaseLost } else { Settled::Written };
         assert_eq!(settled, expected, "settlement {n}");
         let id = jobs[n].lease.job;
-        let row = bed.row(if n % 6 == 2 { "dead" } else if n % 6 == 1 { "finished" } else { "jobs" }, id);
+        let row = bed.row(
+            if n % 6 == 2 {
+                "dead"
+            } else if n % 6 == 1 {
+                "finished"
+            } else {
+                "jobs"
+            },
+            id,
+        );
         let row = row.await.unwrap_or_else(|| panic!("job {n} is not where it belongs"));
         if n % 3 == 0 {
             assert_eq!(row.number("leased_by"), jobs[n].lease.session.0, "job {n} still runs");

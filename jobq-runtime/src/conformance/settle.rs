@@ -6,7 +6,8 @@ use jobq_core::lifecycle::{self, Counters, Transition, When};
 use jobq_core::outcome::{AttemptReason, AttemptRecord, DeathReason};
 use jobq_core::queue::EXPRESS;
 
-use super::bed::{Bed, LEASE, RETENTION, job, settlement};
+use super::bed::{Bed, LEASE, RETENTION};
+use super::worker::{job, settlement};
 use crate::job::CheckedJob;
 use crate::store::{ClaimedJob, DeadFilter, Lookup, Settled, Settlement};
 
@@ -261,8 +262,7 @@ pub(super) async fn r2_a_large_result_is_kept_byte_for_byte(bed: Bed) {
 
 /// Settles a job's only running attempt and keeps nothing of it.
 async fn finish_without_history(bed: &Bed, job: &ClaimedJob, transition: Transition) {
-    let settlement =
-        Settlement { retention: Duration::ZERO, ..settlement(job.lease, transition) };
+    let settlement = Settlement { retention: Duration::ZERO, ..settlement(job.lease, transition) };
     assert_eq!(bed.settle_all(&[settlement]).await, [Settled::Written]);
 }
 

@@ -3,9 +3,9 @@
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-/// Waits until a condition holds; fails after 20 s.
+/// Waits until a condition holds; fails after a minute.
 pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut holds: impl FnMut() -> F) {
-    let end = Instant::now() + Duration::from_secs(20);
+    let end = Instant::now() + Duration::from_secs(60);
     while !holds().await {
         assert!(Instant::now() < end, "it never came to be that {what}");
         tokio::time::sleep(Duration::from_millis(10)).await;

@@ -16,3 +16,4 @@ mod several_in_one_module;
 mod shadowed_names;
 mod visibilities;
 mod whole_payload;
+mod without_prelude;

@@ -33,7 +33,9 @@ fn many(
     job: f64,
     outcome: char,
 ) {
-    println!("{payload} {call} {ctx} {self_} {target} {target_} {name} {value} {needs} {job} {outcome}");
+    println!(
+        "{payload} {call} {ctx} {self_} {target} {target_} {name} {value} {needs} {job} {outcome}"
+    );
 }
 
 #[job]
@@ -75,5 +77,13 @@ fn it_works() {
     let _ = new::new(1, 2);
     let _ = same::new(1);
     let _ = CamelCase::new(1);
-    let _ = shapes::new((1, String::new()), [0; 4], BTreeMap::new(), "x".into(), Box::new([]), vec![], 1);
+    let _ = shapes::new(
+        (1, String::new()),
+        [0; 4],
+        BTreeMap::new(),
+        "x".into(),
+        Box::new([]),
+        vec![],
+        1,
+    );
 }

@@ -40,7 +40,11 @@ macro_rules! line {
 const LEASE: ::core::time::Duration = ::core::time::Duration::from_secs(10);
 
 #[annotate(lease = LEASE, timeout = "5s", max_attempts = 2, backoff(base = "1s", factor = 2))]
-async fn resize(width: u32, #[serde(default)] height: u32, ctx: &::jobq::JobContext) -> Result<u32> {
+async fn resize(
+    width: u32,
+    #[serde(default)] height: u32,
+    ctx: &::jobq::JobContext,
+) -> Result<u32> {
     Result::Ok(width + height + ctx.attempt())
 }
 

@@ -80,6 +80,7 @@ impl PostgresStore {
         .bind(lease.job.0)
         .bind(lease.token.0)
         .bind(lease.session.0)
+        .persistent(false)
         .execute(&mut *connection)
         .await?;
         connection.hand_back();
@@ -272,8 +273,13 @@ pub(super) async fn beat(
 pub(crate) const EXTEND: &str =
     "update jobq.sessions set leased_until = clock_timestamp() + lease, floors = $2 where id = $1";
 
-pub(crate) const HELD: &str =
-    "select id, token, cancel_requested from jobq.jobs where id = any($1) and leased_by = $2";
+// In the order of the primary key: else a plan made while the table was empty may take the due
+// index, which has the id too, and read all of it.
+pub(crate) const HELD: &str = "
+    select id, token, cancel_requested
+    from jobq.jobs
+    where id = any($1) and leased_by = $2
+    order by id";
 
 /// Compares the jobs a process believes it holds with the rows it does hold.
 fn news(beat: &Beat, rows: impl Iterator<Item = (i64, i64, bool)>) -> BeatReply {

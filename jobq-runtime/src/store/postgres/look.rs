@@ -56,6 +56,7 @@ impl PostgresStore {
              where id = $1",
         ))
         .bind(id.0)
+        .persistent(false)
         .fetch_optional(&mut **connection)
         .await
     }
@@ -120,14 +121,15 @@ impl PostgresStore {
         let rows = sqlx::query(self.sql(
             "select id, kind, queue, reason, died_at, attempt, error, payload
              from jobq.dead
-             where ($1::int8 is null or id = $1)
-               and ($2::text is null or queue = $2)
-               and ($3::text is null or kind = $3)
-               and ($4::text is null or reason = $4)
+             where id between $1 and $2
+               and ($3::text is null or queue = $3)
+               and ($4::text is null or kind = $4)
+               and ($5::text is null or reason = $5)
              order by id desc
-             limit $5",
+             limit $6",
         ))
-        .bind(filter.id.map(|id| id.0))
+        .bind(filter.id.map_or(i64::MIN, |id| id.0))
+        .bind(filter.id.map_or(i64::MAX, |id| id.0))
         .bind(&filter.queue)
         .bind(&filter.kind)
         .bind(filter.reason.map(DeathReason::as_str))
@@ -194,6 +196,7 @@ impl PostgresStore {
             ))
             .bind(id.0)
             .bind(micros(DEFAULT_RETENTION))
+            .persistent(false)
             .fetch_one(&mut *connection)
             .await?;
             if cancelled > 0 {
@@ -234,12 +237,12 @@ impl PostgresStore {
             "with chosen as materialized (
                  select ctid as tid
                  from jobq.dead
-                 where ($1::int8 is null or id = $1)
-                   and ($2::text is null or queue = $2)
-                   and ($3::text is null or kind = $3)
-                   and ($4::text is null or reason = $4)
+                 where id between $1 and $2
+                   and ($3::text is null or queue = $3)
+                   and ($4::text is null or kind = $4)
+                   and ($5::text is null or reason = $5)
                  order by id
-                 limit $5
+                 limit $6
                  for update skip locked
              ),
              gone as (
@@ -258,7 +261,8 @@ impl PostgresStore {
              on conflict (id) do nothing
              returning id",
         ))
-        .bind(filter.id.map(|id| id.0))
+        .bind(filter.id.map_or(i64::MIN, |id| id.0))
+        .bind(filter.id.map_or(i64::MAX, |id| id.0))
         .bind(&filter.queue)
         .bind(&filter.kind)
         .bind(filter.reason.map(DeathReason::as_str))

@@ -235,8 +235,12 @@ pub(crate) const BURY: &str = "
     )
     select id from gone";
 
-pub(crate) const LOOK_AT_JOBS: &str =
-    "select id, token, leased_by, cancel_requested from jobq.jobs where id = any($1)";
+// In the order of the primary key, for the same reason as a heartbeat's.
+pub(crate) const LOOK_AT_JOBS: &str = "
+    select id, token, leased_by, cancel_requested
+    from jobq.jobs
+    where id = any($1)
+    order by id";
 
 pub(crate) const LOOK_AT_ENDED: &str = "
     select id, token from jobq.finished where id = any($1)
@@ -286,6 +290,7 @@ async fn complete(
         .bind(lease.job.0)
         .bind(lease.token.0)
         .bind(lease.session.0)
+        .persistent(false)
         .fetch_one(&mut *connection)
         .await?;
         if !ours {

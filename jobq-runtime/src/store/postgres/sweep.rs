@@ -258,6 +258,8 @@ pub(crate) const UNLEASED: &str = "
     order by run_after, id
     limit $7";
 
+// The time is looked at last: among the first conditions, it makes a plan made while the table was
+// empty read all of the due index.
 pub(crate) const SHIFT: &str = "
     with held as materialized (
         select ctid as tid
@@ -265,7 +267,6 @@ pub(crate) const SHIFT: &str = "
         where id = any($1)
           and token = ($2::int8[])[width_bucket(id, $1::int8[])]
           and leased_by = 0
-          and run_after <= statement_timestamp()
         order by id
         for no key update skip locked
     )
@@ -274,21 +275,29 @@ pub(crate) const SHIFT: &str = "
         run_after = case when $3 then 'infinity' else clock_timestamp() end,
         wait_reason = case when $3 then 'kind' end
     from held
-    where job.ctid = held.tid";
+    where job.ctid = held.tid and job.run_after <= statement_timestamp()";
 
+// Every band by itself, as a claim looks at them, for the index to lead to the waiting jobs of each;
+// and nothing is read beyond the limit.
 pub(crate) const UNPARK: &str = "
     with held as materialized (
-        select ctid as tid
-        from jobq.jobs
-        where queue = any($1)
-          and band between -4 and 4
-          and run_after = 'infinity'
-          and wait_reason = 'kind'
-          and leased_by = 0
-          and kind = any($2)
-        order by id
+        select job.tid
+        from unnest($1::text[]) as wanted (queue)
+        cross join unnest('{4, 3, 2, 1, 0, -1, -2, -3, -4}'::int2[]) as band (band)
+        cross join lateral (
+            select ctid as tid
+            from jobq.jobs
+            where queue = wanted.queue
+              and band = band.band
+              and run_after = 'infinity'
+              and wait_reason = 'kind'
+              and leased_by = 0
+              and kind = any($2)
+            order by run_after, id
+            limit $3
+            for no key update skip locked
+        ) as job
         limit $3
-        for no key update skip locked
     )
     update jobq.jobs as job
     set band = priority, run_after = clock_timestamp(), wait_reason = null

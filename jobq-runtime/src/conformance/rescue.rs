@@ -1,0 +1,229 @@
+//! Rescue: what becomes of the jobs of a session whose lease expired.
+
+use jobq_core::job::JobId;
+use jobq_core::lifecycle::Counters;
+use jobq_core::queue::EXPRESS;
+
+use super::bed::{Bed, LEASE, RETENTION, on_pool};
+use super::settle::{completed, snoozed};
+use super::wait::join_all;
+use super::worker::job;
+use crate::store::{CancelReply, ClaimedJob, Settled};
+use crate::sweep;
+
+/// Lets every session that holds one of these jobs expire and rescues.
+async fn crash(bed: &Bed, jobs: &[ClaimedJob]) -> u64 {
+    let mut sessions: Vec<_> = jobs.iter().map(|job| job.lease.session).collect();
+    sessions.sort_unstable();
+    sessions.dedup();
+    for session in sessions {
+        bed.expire(session).await;
+    }
+    sweep::rescue(&*bed.store, false).await.expect("rescues")
+}
+
+/// A job claimed by a process of its own.
+async fn claim_one(bed: &Bed) -> ClaimedJob {
+    bed.session(LEASE, &["k"]).await.claim_one().await
+}
+
+pub(super) async fn f6_a_rescued_job_is_next_in_line_before_the_backlog(bed: Bed) {
+    bed.one().await;
+    let job = claim_one(&bed).await;
+    let mut urgent = super::worker::job("k");
+    urgent.priority = 4;
+    bed.enqueue((0..50).map(|_| urgent.clone()).collect()).await;
+    assert_eq!(crash(&bed, std::slice::from_ref(&job)).await, 1);
+    let again = claim_one(&bed).await;
+    assert_eq!(again.lease.job, job.lease.job);
+    assert_eq!(again.band, EXPRESS);
+    assert_eq!(again.lease.token.0, 2);
+    assert_eq!(again.counters, Counters { attempt: 2, crashes: 1, interruptions: 0 });
+    let attempt = &bed.attempts(job.lease.job).await[0];
+    assert_eq!(attempt.text("reason"), "crashed");
+    assert_eq!(attempt.text("worker"), format!("worker-{}", job.lease.session));
+    assert!(attempt.text("error").contains("lease expired"));
+}
+
+pub(super) async fn f6_only_crashes_while_isolated_count_towards_poison(bed: Bed) {
+    let mut poison = job("k");
+    (poison.max_attempts, poison.max_crashes) = (100, 3);
+    let id = bed.enqueue(vec![poison]).await[0];
+    // Alone only from the fourth crash on: until then its neighbours may have been to blame.
+    for (isolated, crashes) in [(false, 1), (false, 1), (false, 1), (true, 2)] {
+        let job = claim_one(&bed).await;
+        if isolated {
+            assert!(bed.store.isolate(job.lease).await.expect("writes"));
+        }
+        assert_eq!(crash(&bed, &[job]).await, 1);
+        assert_eq!(bed.job_row(id).await.number("crashes"), crashes);
+        assert_eq!(bed.job_row(id).await.number("isolated"), 0, "that was that attempt");
+    }
+    let last = claim_one(&bed).await;
+    assert!(bed.store.isolate(last.lease).await.expect("writes"));
+    assert_eq!(crash(&bed, &[last]).await, 1);
+    let dead = bed.row("dead", id).await.expect("it is poison");
+    assert_eq!(dead.text("reason"), "poison");
+    assert_eq!((dead.number("crashes"), dead.number("attempt")), (3, 5));
+    assert_eq!(bed.attempts(id).await.len(), 5);
+}
+
+pub(super) async fn f6_a_crash_of_the_last_attempt_is_the_end(bed: Bed) {
+    let mut twice = job("k");
+    twice.max_attempts = 2;
+    let id = bed.enqueue(vec![twice]).await[0];
+    let first = claim_one(&bed).await;
+    crash(&bed, &[first]).await;
+    let second = claim_one(&bed).await;
+    crash(&bed, &[second]).await;
+    let dead = bed.row("dead", id).await.expect("it is dead");
+    assert_eq!(dead.text("reason"), "lease_expired");
+    assert_eq!((dead.number("attempt"), dead.number("crashes")), (2, 1));
+}
+
+pub(super) async fn f6_a_crashed_job_that_was_to_be_cancelled_is_cancelled(bed: Bed) {
+    let id = bed.one().await;
+    let job = claim_one(&bed).await;
+    assert_eq!(bed.client.cancel(id).await.expect("asks"), CancelReply::Requested);
+    assert_eq!(crash(&bed, &[job]).await, 1);
+    assert_eq!(bed.row("finished", id).await.expect("finished").text("state"), "cancelled");
+}
+
+/// Crashes, failures and interruptions are counted apart.
+pub(super) async fn f6_the_three_counters_do_not_mix(bed: Bed) {
+    let id = bed.one().await;
+    let crashed = claim_one(&bed).await;
+    crash(&bed, &[crashed]).await;
+    let interrupted = claim_one(&bed).await;
+    bed.settle(interrupted.lease, jobq_core::lifecycle::release(interrupted.counters)).await;
+    let snoozed_job = claim_one(&bed).await;
+    bed.settle(snoozed_job.lease, snoozed(snoozed_job.counters)).await;
+    let failed = claim_one(&bed).await;
+    let failure = super::settle::failed(failed.counters, std::time::Duration::ZERO);
+    bed.settle(failed.lease, failure).await;
+    let row = bed.job_row(id).await;
+    let counters = (row.number("attempt"), row.number("crashes"), row.number("interruptions"));
+    assert_eq!(counters, (2, 1, 1), "a crash and a failure, a crash, an interruption");
+    let reasons: Vec<String> =
+        bed.attempts(id).await.iter().map(|row| row.text("reason").to_owned()).collect();
+    assert_eq!(reasons, ["crashed", "interrupted", "failed"]);
+}
+
+pub(super) async fn f6_jobs_of_live_sessions_are_left_alone(bed: Bed) {
+    bed.enqueue((0..3).map(|_| job("k")).collect()).await;
+    let (first, second, live) =
+        (claim_one(&bed).await, claim_one(&bed).await, claim_one(&bed).await);
+    let before = bed.everything(live.lease.job).await;
+    assert_eq!(crash(&bed, &[first, second]).await, 2);
+    assert_eq!(before, bed.everything(live.lease.job).await);
+    assert_eq!(bed.settle(live.lease, completed()).await, Settled::Written);
+}
+
+pub(super) async fn f6_a_session_without_jobs_is_forgotten(bed: Bed) {
+    let idle = bed.session(LEASE, &["k"]).await;
+    let ended = bed.session(LEASE, &["k"]).await;
+    bed.store.close_session(ended.id).await.expect("closes");
+    bed.expire(idle.id).await;
+    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 0);
+    assert_eq!(bed.count("sessions").await + bed.count("closed_sessions").await, 0);
+}
+
+/// More than one step of the sweep reads at once.
+pub(super) async fn f6_thousands_of_jobs_are_rescued_in_one_go(bed: Bed) {
+    bed.enqueue((0..2_500).map(|_| job("k")).collect()).await;
+    let jobs = bed.session(LEASE, &["k"]).await.claim(2_500).await;
+    assert_eq!(crash(&bed, &jobs).await, 2_500);
+    assert_eq!(bed.number("select count(*) from jobq.jobs where leased_by <> 0").await, 0);
+    assert_eq!(bed.count("closed_sessions").await, 0);
+}
+
+pub(super) async fn f6_four_rescuers_at_once_rescue_each_job_once(bed: Bed) {
+    let ids = bed.enqueue((0..400).map(|_| job("k")).collect()).await;
+    for _ in 0..4 {
+        let worker = bed.session(LEASE, &["k"]).await;
+        assert_eq!(worker.claim(100).await.len(), 100);
+        bed.expire(worker.id).await;
+    }
+    let rescuers: Vec<_> = (0..4)
+        .map(|_| {
+            let store = bed.store.clone();
+            tokio::spawn(async move { sweep::rescue(&*store, false).await.expect("rescues") })
+        })
+        .collect();
+    let rescued = join_all(rescuers).await;
+    let rescued: u64 = rescued.into_iter().map(|rescued| rescued.expect("no panic")).sum();
+    // One that found its rows locked by another leaves the rest to the next pass.
+    let rest = sweep::rescue(&*bed.store, false).await.expect("rescues");
+    assert_eq!(rescued + rest, ids.len() as u64);
+    assert_eq!(bed.count("attempts").await, 400, "each was rescued from its one claim");
+    let once = "select count(*) from jobq.jobs where crashes = 1 and leased_by = 0 and token = 1";
+    assert_eq!(bed.number(once).await, 400);
+    sweep::rescue(&*bed.store, false).await.expect("rescues");
+    assert_eq!(bed.count("closed_sessions").await, 0);
+}
+
+/// A lease of a session that no table knows: somebody deleted it by hand, or a restore lost it.
+pub(super) async fn f6_a_job_of_a_session_that_does_not_exist_is_found(bed: Bed) {
+    let orphan = bed.one().await;
+    let job = claim_one(&bed).await;
+    bed.execute("delete from jobq.sessions").await;
+    let live = bed.session(LEASE, &["k"]).await;
+    let held = bed.one().await;
+    assert_eq!(live.claim_one().await.lease.job, held);
+    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 0);
+    assert_eq!(sweep::rescue(&*bed.store, true).await.expect("rescues"), 1);
+    assert_eq!(bed.job_row(orphan).await.number("leased_by"), 0);
+    assert_eq!(bed.job_row(held).await.number("leased_by"), live.id.0);
+    assert!(bed.attempts(job.lease.job).await[0].is_null("worker"), "nobody knows whose it was");
+}
+
+pub(super) async fn f6_a_sessions_jobs_can_be_listed(bed: Bed) {
+    bed.enqueue((0..3).map(|_| job("k")).collect()).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let jobs = worker.claim(2).await;
+    claim_one(&bed).await;
+    bed.store.isolate(jobs[1].lease).await.expect("writes");
+    bed.client.cancel(jobs[1].lease.job).await.expect("asks");
+    let mut held = bed.store.held(worker.id).await.expect("lists");
+    held.sort_by_key(|job| job.lease.job);
+    let leases: Vec<_> = held.iter().map(|job| job.lease).collect();
+    assert_eq!(leases, [jobs[0].lease, jobs[1].lease]);
+    assert_eq!((held[0].isolated, held[0].cancel_requested), (false, false));
+    assert_eq!((held[1].isolated, held[1].cancel_requested), (true, true));
+    assert_eq!((held[1].counters, held[1].limits), (jobs[1].counters, jobs[1].limits));
+}
+
+/// A handler's transaction that is still open holds up the rescue of its own job only.
+#[cfg(feature = "postgres")]
+pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others(bed: Bed) {
+    for commit in [false, true] {
+        bed.enqueue((0..20).map(|_| job("k")).collect()).await;
+        let worker = bed.session(LEASE, &["k"]).await;
+        let jobs = worker.claim(20).await;
+        let busy = jobs[7].lease;
+        on_pool!(bed, pool => {
+            let mut tx = pool.begin().await.expect("begins");
+            bed.context(busy, RETENTION).complete_in(&mut tx).await.expect("completes");
+            assert_eq!(crash(&bed, &jobs).await, 19);
+            let still: Vec<JobId> = bed
+                .rows("jobs", "where leased_by <> 0")
+                .await
+                .iter()
+                .map(|row| JobId(row.number("id")))
+                .collect();
+            assert_eq!(still, [busy.job]);
+            assert!(bed.row("closed_sessions", worker.id).await.is_some(), "it is not forgotten");
+            assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 0);
+            if commit {
+                tx.commit().await.expect("commits");
+            } else {
+                tx.rollback().await.expect("rolls back");
+            }
+        });
+        let rescued = sweep::rescue(&*bed.store, false).await.expect("rescues");
+        assert_eq!(rescued, u64::from(!commit));
+        assert_eq!(bed.row("finished", busy.job).await.is_some(), commit);
+        assert!(bed.row("closed_sessions", worker.id).await.is_none());
+        bed.execute("delete from jobq.jobs").await;
+    }
+}

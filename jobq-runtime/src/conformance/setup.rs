@@ -1,0 +1,114 @@
+//! Tables and start checks.
+
+use jobq_migrations::{Dialect, needed};
+
+use super::bed::{Bed, LEASE};
+use super::sample::plain;
+use super::wait::join_all;
+use crate::client::ClientOptions;
+use crate::error::Error;
+use crate::store::CancelReply;
+
+fn newest(bed: &Bed) -> i64 {
+    needed(if bed.is_sqlite() { Dialect::Sqlite } else { Dialect::Postgres })
+}
+
+pub(super) async fn d1_many_processes_migrate_at_once_and_again(bed: Bed) {
+    let bed = bed.with_default_names().await;
+    for _ in 0..2 {
+        let migrations: Vec<_> = (0..8)
+            .map(|_| {
+                let client = bed.another_client("fresh");
+                tokio::spawn(async move { client.migrate().await })
+            })
+            .collect();
+        for migrated in join_all(migrations).await {
+            migrated.expect("no panic").expect("migrates");
+        }
+    }
+    let fresh = bed.another_client("fresh");
+    fresh.check().await.expect("the tables fit");
+    plain().enqueue(&fresh).await.expect("enqueues");
+    let table = if bed.is_sqlite() { "fresh_migrations" } else { "fresh.migrations" };
+    assert_eq!(bed.number(&format!("select count(*) from {table}")).await, newest(&bed));
+}
+
+pub(super) async fn d1_a_good_database_passes_the_check(bed: Bed) {
+    bed.client.check().await.expect("it fits");
+}
+
+pub(super) async fn d1_missing_tables_are_an_error_that_names_the_cure(bed: Bed) {
+    let absent = bed.another_client("absent");
+    let error = absent.check().await.expect_err("there are no tables");
+    assert!(matches!(error, Error::Schema { found: 0, needed } if needed == newest(&bed)), "{error:?}");
+    assert!(error.to_string().contains("call `client.migrate()`"), "{error}");
+    assert!(!error.is_transient());
+    let error = plain().enqueue(&absent).await.expect_err("there are no tables");
+    assert!(matches!(error, Error::Database { action: "enqueue jobs", .. }), "{error:?}");
+}
+
+/// Programs of the version before keep working on newer tables, and leave them as they are.
+pub(super) async fn d1_newer_tables_are_left_as_they_are(bed: Bed) {
+    bed.execute("insert into jobq.migrations (version, name) values (999, 'future')").await;
+    bed.client.check().await.expect("newer tables still fit");
+    bed.client.migrate().await.expect("there is nothing to do");
+    assert_eq!(bed.count("migrations").await, newest(&bed) + 1);
+}
+
+pub(super) async fn d1_tables_of_two_names_do_not_mix(bed: Bed) {
+    let other = bed.another_client(&format!("{}_b", bed.schema));
+    other.migrate().await.expect("the tables can be made");
+    let mine = plain().enqueue(&bed.client).await.expect("enqueues").id;
+    let theirs = plain().enqueue(&other).await.expect("enqueues").id;
+    assert_eq!(mine, theirs, "each counts for itself");
+    assert_eq!(other.cancel(theirs).await.expect("cancels"), CancelReply::Cancelled);
+    let worker = bed.session(LEASE, &["k"]).await;
+    assert_eq!(worker.claim_one().await.lease.job, mine);
+    if !bed.is_sqlite() {
+        bed.execute(&format!("drop schema {}_b cascade", bed.schema)).await;
+    }
+}
+
+pub(super) async fn d1_a_name_that_is_no_identifier_is_refused(bed: Bed) {
+    let names = ["", "1st", "Jobs", "a-b", "a b", "jobs;drop", "é", &"x".repeat(41)];
+    for name in names {
+        let error = ClientOptions::new().schema(name).connect("sqlite:never-opened.db").await;
+        let error = error.expect_err(name);
+        assert!(matches!(error, Error::BadOption { option: "schema", .. }), "{error:?}");
+        assert!(error.to_string().contains("lower-case letters"), "{error}");
+    }
+    let longest = "x".repeat(40);
+    let client = bed.another_client(&longest);
+    client.migrate().await.expect("the longest name will do");
+    plain().enqueue(&client).await.expect("enqueues");
+    if !bed.is_sqlite() {
+        bed.execute(&format!("drop schema {longest} cascade")).await;
+    }
+}
+
+pub(super) async fn f1_a_view_shows_who_runs_a_job_and_until_when(bed: Bed) {
+    let id = bed.one().await;
+    let shown = || async { bed.rows("job_states", &format!("where id = {id}")).await.remove(0) };
+    assert_eq!(shown().await.text("state"), "pending");
+    assert!(shown().await.is_null("worker") && shown().await.is_null("leased_until"));
+    let worker = bed.session(LEASE, &["k"]).await;
+    worker.claim_one().await;
+    let running = shown().await;
+    assert_eq!(running.text("state"), "running");
+    assert_eq!(running.text("worker"), format!("worker-{}", worker.id));
+    let session = bed.row("sessions", worker.id).await.expect("open");
+    assert_eq!(running.number("leased_until"), session.number("leased_until"));
+    bed.store.close_session(worker.id).await.expect("closes");
+    assert_eq!(shown().await.text("worker"), format!("worker-{}", worker.id), "and once it is over");
+}
+
+pub(super) async fn s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do(bed: Bed) {
+    drop(bed);
+    for url in ["mysql://me:secret@db/x", "db/jobs", "", "http://x"] {
+        let error = crate::Client::connect(url).await.expect_err(url);
+        assert!(matches!(error, Error::BadUrl { .. }), "{error:?}");
+        let text = format!("{error} {error:?}");
+        assert!(text.contains("it must begin with `postgres://` or `sqlite:`"), "{text}");
+        assert!(!text.contains("secret"), "{text}");
+    }
+}
