@@ -23,3 +23,25 @@ fn every_file_of_what_is_accepted_is_compiled() {
         assert!(name == "mod" || list.contains(&format!("mod {name};")), "{name} is not in mod.rs");
     }
 }
+
+/// The macro checks literals, `JobOptions::checked` checks what the compiler evaluates.
+#[test]
+fn a_literal_and_a_const_are_refused_in_the_same_words() {
+    let words = |name: &str| {
+        let file = format!("{}/tests/ui/fail/{name}.stderr", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(file).expect(name);
+        let first = text.lines().next().expect("a message").to_owned();
+        first.replace("error[E0080]: evaluation panicked", "error")
+    };
+    for (literal, constant) in [
+        ("lease_too_short", "lease_const_too_short"),
+        ("timeout_zero", "timeout_const_zero"),
+        ("max_attempts_zero", "max_attempts_const_zero"),
+        ("priority_out_of_range", "priority_const_out_of_range"),
+        ("lease_too_long", "lease_const_too_long"),
+        ("max_crashes_too_large", "max_crashes_const_too_large"),
+        ("backoff_shrinks", "backoff_const_shrinks"),
+    ] {
+        assert_eq!(words(literal), words(constant));
+    }
+}

@@ -15,7 +15,7 @@ use proc_macro2::{Group, Ident, Literal, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::ext::IdentExt;
 use syn::spanned::Spanned;
-use syn::{Expr, LitStr, ReturnType, Type};
+use syn::{Expr, ReturnType, Type};
 
 use crate::args::{BackoffOptions, Number, Options, Value};
 use crate::handler::{Form, JobFn, Param, Role};
@@ -208,9 +208,6 @@ impl<'a> Writer<'a> {
             }
         }
         let serde_path = quote!(#private::serde).to_string();
-        // A path that leads nowhere is an error where it is given.
-        let place = self.options.krate.as_ref().map_or_else(Span::call_site, Spanned::span);
-        let serde_path = LitStr::new(&serde_path, place);
         let (generics, serde_bound) = if bounds.is_empty() {
             (TokenStream::new(), TokenStream::new())
         } else {

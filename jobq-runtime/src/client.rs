@@ -120,8 +120,9 @@ impl ClientOptions {
     /// [`Error::BadOption`] for a schema name that cannot be used, [`Error::Unsupported`] for an
     /// in-memory database.
     #[cfg(feature = "sqlite")]
+    #[allow(clippy::needless_pass_by_value, reason = "as with PostgreSQL's pool")]
     pub fn sqlite(self, pool: sqlx::SqlitePool) -> Result<Client> {
-        let store = crate::store::sqlite::SqliteStore::new(pool, self.checked_schema()?)?;
+        let store = crate::store::sqlite::SqliteStore::new(&pool, self.checked_schema()?)?;
         Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
     }
 
@@ -173,13 +174,16 @@ async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlit
             problem: format!(
                 "{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""
             ),
-        })?
-        .create_if_missing(true);
-    let pool = SqlitePoolOptions::new().max_connections(4).connect_lazy_with(options);
-    let store = crate::store::sqlite::SqliteStore::new(pool.clone(), schema)?;
-    let first = pool.acquire().await;
-    first.map_err(|source| Error::Connect { url: url.to_owned(), source })?;
-    Ok(store)
+        })?;
+    // The file is made if it is missing, unless the URL itself says how to open it.
+    let options = if url.contains("mode=") { options } else { options.create_if_missing(true) };
+    let pool = SqlitePoolOptions::new().connect_lazy_with(options);
+    let store = crate::store::sqlite::SqliteStore::new(&pool, schema)?;
+    // A file that cannot be used is told of now; tables may still be missing.
+    match store.check().await {
+        Ok(()) | Err(Error::Schema { .. }) => Ok(store),
+        Err(error) => Err(error),
+    }
 }
 
 /// A URL fit for messages.

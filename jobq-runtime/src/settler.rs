@@ -27,6 +27,11 @@ const GATHER: Duration = Duration::from_millis(1);
 const FIRST_WAIT: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 
+/// The first wait for a row that somebody else has locked; it doubles up to [`FIRST_WAIT`]. Most
+/// often it is a claim that had read the row before it was taken, and has it locked for as long as
+/// it runs.
+const LOCKED_WAIT: Duration = Duration::from_millis(2);
+
 /// An attempt that has ended and is not written yet. Its slot stays taken until it is.
 pub(crate) struct Finished {
     pub(crate) settlement: Settlement,
@@ -50,13 +55,16 @@ impl Inbox {
 /// Writes outcomes until every sender is gone.
 pub(crate) async fn run(worker: Arc<Worker>, inbox: Arc<Mutex<Inbox>>) {
     let mut inbox = inbox.lock().await;
-    let mut wait = FIRST_WAIT;
+    let (mut wait, mut locked_wait) = (FIRST_WAIT, LOCKED_WAIT);
     while inbox.gather(&worker).await {
         let before = inbox.batch.len();
         match write(&worker, &mut inbox.batch).await {
-            Ok(()) if inbox.batch.is_empty() => wait = FIRST_WAIT,
+            Ok(()) if inbox.batch.is_empty() => (wait, locked_wait) = (FIRST_WAIT, LOCKED_WAIT),
             // Rows that somebody else has locked: the others are written, these wait a little.
-            Ok(()) => sleep(FIRST_WAIT).await,
+            Ok(()) => {
+                sleep(locked_wait).await;
+                locked_wait = (locked_wait * 2).min(FIRST_WAIT);
+            }
             Err(error) => {
                 tracing::warn!(
                     error = &error as &dyn std::error::Error,

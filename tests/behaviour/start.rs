@@ -164,5 +164,6 @@ async fn an_in_memory_database_is_refused_with_the_cure() {
 #[tokio::test]
 async fn a_file_in_a_folder_that_is_not_there_is_an_error() {
     let error = Client::connect("sqlite:/nonexistent/folder/jobs.db").await.expect_err("no folder");
-    assert!(matches!(error, Error::Connect { .. }), "{error}");
+    assert!(matches!(error, Error::BadUrl { .. }), "{error}");
+    assert!(error.to_string().contains("directory must exist"), "{error}");
 }

@@ -140,7 +140,7 @@ impl SqliteStore {
         .bind(filter.id.map_or(i64::MAX, |id| id.0))
         .bind(filter.queue.as_ref())
         .bind(filter.kind.as_ref())
-        .bind(filter.reason.map(|reason| reason.as_str()))
+        .bind(filter.reason.map(jobq_core::outcome::DeathReason::as_str))
         .bind(i64::from(limit))
         .fetch_all(&mut *reader)
         .await
@@ -206,8 +206,10 @@ impl SqliteStore {
             .bind(id.0)
             .fetch_optional(&mut **locked)
             .await?;
-            Ok(match state.and_then(|state| state.parse::<JobState>().ok()) {
-                Some(state) => CancelReply::AlreadyFinal(state),
+            Ok(match state {
+                Some(state) => CancelReply::AlreadyFinal(
+                    state.parse().map_err(|error| sqlx::Error::Decode(Box::new(error)))?,
+                ),
                 None => CancelReply::NotFound,
             })
         })
@@ -236,7 +238,7 @@ impl SqliteStore {
             .bind(filter.id.map_or(i64::MAX, |id| id.0))
             .bind(filter.queue)
             .bind(filter.kind)
-            .bind(filter.reason.map(|reason| reason.as_str()))
+            .bind(filter.reason.map(jobq_core::outcome::DeathReason::as_str))
             .bind(i64::from(limit))
             .fetch_all(&mut **locked)
             .await?;

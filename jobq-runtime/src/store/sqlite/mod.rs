@@ -50,8 +50,6 @@ const HEARTBEATS_FIRST: Duration = Duration::from_millis(100);
 
 /// jobq's tables in an SQLite file.
 pub(crate) struct SqliteStore {
-    /// The application's pool.
-    pool: SqlitePool,
     /// What the store's own connections are opened with.
     options: SqliteConnectOptions,
     /// Connections for plain reads, opened when first used.
@@ -66,7 +64,7 @@ impl SqliteStore {
     /// # Errors
     ///
     /// [`Error::BadUrl`] for a database in memory.
-    pub(crate) fn new(pool: SqlitePool, schema: Schema) -> Result<Self> {
+    pub(crate) fn new(pool: &SqlitePool, schema: Schema) -> Result<Self> {
         let options = pool.connect_options();
         if is_in_memory(&options) {
             return Err(Error::BadUrl {
@@ -84,7 +82,7 @@ impl SqliteStore {
             .test_before_acquire(false)
             .connect_lazy_with(options.clone());
         let writer = Writer::new(&options);
-        Ok(Self { pool, options, readers, writer, schema })
+        Ok(Self { options, readers, writer, schema })
     }
 
     /// Statement text for this schema.

@@ -376,7 +376,7 @@ async fn finish(
                  where job.token = done.token
                    and job.leased_by = done.session
                    and done.retention = 0
-                   and (job.attempt > 1 or job.crashes > 0 or job.interruptions > 0)
+                   and job.token > 1
              )",
         ))
         .bind(&table)

@@ -321,7 +321,7 @@ impl SqliteStore {
                      order by expires_at
                      limit ?1
                  )
-                 returning id, attempt > 1 or crashes > 0 or interruptions > 0",
+                 returning id, token > 1 or state = 'cancelled'",
             ))
             .bind(i64::from(limit))
             .fetch_all(&mut **locked)

@@ -32,7 +32,7 @@ async fn bench() {
                 .create_if_missing(true)
                 .synchronous(sync);
             let pool = SqlitePoolOptions::new().connect_lazy_with(options);
-            let store = SqliteStore::new(pool, Schema::default()).unwrap();
+            let store = SqliteStore::new(&pool, Schema::default()).unwrap();
             store.migrate().await.unwrap();
             store.check().await.unwrap();
             let total = match batch {
