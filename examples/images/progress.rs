@@ -91,9 +91,14 @@ impl Progress {
         // For a moment a job is still running for the database that has just ended here.
         let waited = since.elapsed();
         if counts.running > 0 && here == 0 && waited > Duration::from_secs(1) {
-            let left = patience.saturating_sub(waited).as_secs() + 1;
-            message =
-                format!("{} held by another process; if killed, ours in {left} s", counts.running);
+            let left = patience.saturating_sub(waited).as_secs();
+            message = match left {
+                0 => format!("{} held by another process", counts.running),
+                _ => format!(
+                    "{} held by another process; if killed, ours in {left} s",
+                    counts.running
+                ),
+            };
         } else if counts.running == 0 && counts.pending > 0 && waited > Duration::from_secs(1) {
             message = format!("{} failed, to be tried again", counts.pending);
         }

@@ -132,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    const RESIZE: &str = r#"
+    const RESIZE: &str = r"
         /// Makes a small copy of an image.
         pub async fn resize(
             image_id: i64,
@@ -142,7 +142,7 @@ mod tests {
         ) -> Result<(), Error> {
             store.resize(image_id, width, ctx).await
         }
-    "#;
+    ";
 
     fn expand(options: &str, item: &str) -> TokenStream {
         job_tokens(options.parse().expect("tokens"), item.parse().expect("tokens"))

@@ -203,15 +203,18 @@ pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Database(error) => {
             let code = error.code().unwrap_or_default();
-            // PostgreSQL: connection exceptions, serialization, deadlock, resources, shutdown,
-            // lock not available, statement cancelled, read-only (a failover is under way).
-            let postgres = ["08", "40", "53", "57"].iter().any(|class| code.starts_with(class))
-                || code == "55P03"
-                || code == "25006";
-            // SQLite: busy (5), locked (6), disk I/O (10) and disk full (13) with extensions.
-            let sqlite = code.len() < 5
-                && code.parse::<u32>().is_ok_and(|code| matches!(code & 0xff, 5 | 6 | 10 | 13));
-            postgres || sqlite
+            // PostgreSQL's codes have five characters, SQLite's are numbers of at most four digits.
+            if code.len() == 5 {
+                // Connection exceptions, serialization, deadlock, resources, shutdown, lock not
+                // available, statement cancelled, read-only (a failover is under way).
+                ["08", "40", "53", "57"].iter().any(|class| code.starts_with(class))
+                    || code == "55P03"
+                    || code == "25006"
+            } else {
+                // Busy (5), locked (6), disk I/O (10), disk full (13) and a lost race for the start
+                // of a read (15), each with its extensions.
+                code.parse::<u32>().is_ok_and(|code| matches!(code & 0xff, 5 | 6 | 10 | 13 | 15))
+            }
         }
         other => is_connection_loss(other),
     }

@@ -30,7 +30,10 @@ pub(super) async fn m3_a_job_can_be_looked_up_in_every_state(bed: Bed) {
     let id = bed.enqueue(vec![new]).await[0];
     let pending = look(&bed, id).await;
     assert_eq!((pending.id, pending.state), (id, JobState::Pending));
-    assert_eq!((&*pending.kind, &*pending.queue, &*pending.payload), ("k", "default", r#"{"n":1}"#));
+    assert_eq!(
+        (&*pending.kind, &*pending.queue, &*pending.payload),
+        ("k", "default", r#"{"n":1}"#)
+    );
     assert_eq!((pending.attempt, pending.max_attempts, pending.token.0), (0, 3, 0));
     assert!(pending.run_after.is_some() && pending.finished_at.is_none());
     assert_eq!((pending.leased_by, pending.result, pending.death_reason), (None, None, None));

@@ -4,29 +4,16 @@
 //! a burst has filled it. The statements are prepared and run on empty tables, which are then
 //! filled; nothing makes PostgreSQL plan them again.
 
-use serde_json::Value;
-use sqlx::postgres::PgConnection;
-use sqlx::{ConnectOptions, Connection, Row};
+use sqlx::Connection;
 
 use super::bed::Bed;
+use super::explain::{Server, Statement, statement};
 use super::worker::job;
 use crate::store::Floor;
 use crate::store::postgres::statements::{
     BURY, CLAIM, EXTEND, FINISH, HELD, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE,
-    PRUNE, REQUEUE, SHIFT, UNLEASED, UNPARK, claim_on, own_options,
+    PRUNE, REQUEUE, SHIFT, UNLEASED, UNPARK, claim_on,
 };
-
-/// A statement with the types of its parameters.
-#[derive(Clone, Copy)]
-struct Statement {
-    name: &'static str,
-    types: &'static str,
-    text: &'static str,
-}
-
-const fn statement(name: &'static str, types: &'static str, text: &'static str) -> Statement {
-    Statement { name, types, text }
-}
 
 const CLAIM_STATEMENT: Statement = statement(
     "claim",
@@ -36,88 +23,6 @@ const CLAIM_STATEMENT: Statement = statement(
 
 const IDS: &str = "int8[]";
 const GUARD_AND_COUNTERS: &str = "int8[], int8[], int8[], int4[], int2[], int4[], ";
-
-/// A connection like the runtime's own.
-struct Server {
-    connection: PgConnection,
-    schema: String,
-}
-
-impl Server {
-    async fn connect(bed: &Bed) -> Self {
-        let options = own_options(&bed.postgres_pool().connect_options());
-        let options = options.options([("statement_timeout", "120s")]);
-        let connection = options.connect().await.expect("connects");
-        Self { connection, schema: bed.schema.clone() }
-    }
-
-    async fn prepare(&mut self, statement: Statement) {
-        let text = statement.text.replace("jobq.", &format!("{}.", self.schema));
-        let prepare = format!("prepare {} ({}) as {text}", statement.name, statement.types);
-        self.run(&prepare).await;
-    }
-
-    async fn run(&mut self, text: &str) {
-        let text = text.replace("jobq.", &format!("{}.", self.schema));
-        sqlx::raw_sql(sqlx::AssertSqlSafe(text)).execute(&mut self.connection).await.expect("runs");
-    }
-
-    /// Runs a prepared statement and says what it did.
-    async fn explain(&mut self, name: &str, arguments: &str) -> Plan {
-        let text = format!("explain (analyze, buffers, format json) execute {name}({arguments})");
-        let row = sqlx::query(sqlx::AssertSqlSafe(text)).fetch_one(&mut self.connection).await;
-        let row = row.unwrap_or_else(|error| panic!("{name}: {error}"));
-        let text: String = row.try_get_unchecked(0).expect("JSON is text");
-        let plan: Value = serde_json::from_str(&text).expect("PostgreSQL writes JSON");
-        Plan(plan[0]["Plan"].clone())
-    }
-}
-
-/// What a statement did.
-struct Plan(Value);
-
-impl Plan {
-    /// About how many rows were read from a table, those thrown away included: PostgreSQL gives
-    /// averages of all loops, rounded before version 18.
-    fn rows_read(&self, table: &str) -> f64 {
-        let mut rows = 0.0;
-        visit(&self.0, &mut |node| {
-            let scans = node["Node Type"].as_str().is_some_and(|kind| kind.ends_with("Scan"));
-            if scans && node["Relation Name"] == table {
-                let number = |key: &str| node[key].as_f64().unwrap_or(0.0);
-                rows += number("Actual Loops")
-                    * (number("Actual Rows")
-                        + number("Rows Removed by Filter")
-                        + number("Rows Removed by Index Recheck"));
-            }
-        });
-        rows
-    }
-
-    /// Every page that was looked at, of tables and indexes; the same one may count many times.
-    fn pages(&self) -> f64 {
-        ["Shared Hit Blocks", "Shared Read Blocks"]
-            .iter()
-            .map(|key| self.0[*key].as_f64().unwrap_or(0.0))
-            .sum()
-    }
-
-    fn assert_reads_at_most(&self, what: &str, tables: &[(&str, f64)], pages: f64) {
-        for (table, rows) in tables {
-            let read = self.rows_read(table);
-            assert!(read <= *rows, "{what} read {read} rows of {table}, not {rows}: {:#}", self.0);
-        }
-        let looked_at = self.pages();
-        assert!(looked_at <= pages, "{what} looked at {looked_at} pages, not {pages}: {:#}", self.0);
-    }
-}
-
-fn visit(node: &Value, seen: &mut impl FnMut(&Value)) {
-    seen(node);
-    for child in node["Plans"].as_array().into_iter().flatten() {
-        visit(child, seen);
-    }
-}
 
 /// Empty tables that PostgreSQL knows to be empty, and goes on believing so.
 async fn believed_empty(bed: &Bed) {
@@ -192,7 +97,7 @@ async fn assert_claims_read_little(when: &str, server: &mut Server) {
     let claim = claim_of("default", "'-infinity'", 0);
     for _ in 0..3 {
         let plan = server.explain("claim", &claim).await;
-        assert_eq!(plan.0["Actual Rows"], 100, "{when}");
+        assert!((plan.rows_given() - 100.0).abs() < 0.5, "{when}");
         let what = format!("a claim of 100 {when}");
         plan.assert_reads_at_most(&what, &[("jobs", 400.0 + CLAIM_ROWS)], CLAIM_PAGES);
     }
@@ -201,7 +106,7 @@ async fn assert_claims_read_little(when: &str, server: &mut Server) {
     let what = format!("a claim beside scheduled jobs {when}");
     plan.assert_reads_at_most(&what, &[("jobs", 20.0)], 500.0);
     server.run("update jobq.jobs set leased_by = 0 where leased_by <> 0").await;
-    assert_eq!(plan.0["Actual Rows"], 5, "{when}");
+    assert!((plan.rows_given() - 5.0).abs() < 0.5, "{when}");
 }
 
 /// One insert gives all its rows one time, and every one of them stays in the index while it runs.
@@ -219,7 +124,7 @@ pub(super) async fn f1_a_claim_does_not_read_what_is_before_its_floor(bed: Bed) 
     let time = bed.texts("select min(run_after)::text from jobq.jobs").await.remove(0);
     let last = bed.number("select max(id) from jobq.jobs where leased_by = 7").await;
     let plan = server.explain("claim", &claim_of("default", &format!("'{time}'"), last)).await;
-    assert_eq!(plan.0["Actual Rows"], 100);
+    assert!((plan.rows_given() - 100.0).abs() < 0.5);
     plan.assert_reads_at_most("a claim from a floor", &[("jobs", CLAIM_ROWS)], CLAIM_PAGES);
 }
 
@@ -304,17 +209,56 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
 
 /// Runs each statement for 50 jobs of their own, counted from `first`.
 async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
-    let guard = |from: i64| format!("{}, {}, {}", ids(from), fifty("1", "int8"), fifty("1", "int8"));
-    let counters = format!("{}, {}, {}", fifty("1", "int4"), fifty("0", "int2"), fifty("0", "int4"));
+    let guard =
+        |from: i64| format!("{}, {}, {}", ids(from), fifty("1", "int8"), fifty("1", "int8"));
+    let counters =
+        format!("{}, {}, {}", fifty("1", "int4"), fifty("0", "int2"), fifty("0", "int4"));
     let text = |value: &str| fifty(value, "text");
     let settle_rows: &[(&str, f64)] = &[("jobs", 150.0), ("attempts", 50.0)];
     let bands = "array[32767,4,3,2,1,0,-1,-2,-3,-4]::int2[]";
     let far = "'-infinity', 0, 'infinity', 0, 50";
     let cases: [(&str, String, &[(&str, f64)], f64); 15] = [
-        ("finish", format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")), settle_rows, 2_500.0),
-        ("finish", format!("{}, {}, {}, 'cancelled'", guard(first + 50), fifty("60000000", "int8"), text("null")), settle_rows, 2_500.0),
-        ("requeue", format!("{}, {counters}, {}, {}, {}", guard(first + 100), fifty("0", "int8"), text("'failed'"), text("'boom'")), settle_rows, 2_500.0),
-        ("bury", format!("{}, {counters}, {}, {}, {}", guard(first + 150), text("'exhausted'"), text("'failed'"), text("'boom'")), settle_rows, 2_500.0),
+        (
+            "finish",
+            format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")),
+            settle_rows,
+            2_500.0,
+        ),
+        (
+            "finish",
+            format!(
+                "{}, {}, {}, 'cancelled'",
+                guard(first + 50),
+                fifty("60000000", "int8"),
+                text("null")
+            ),
+            settle_rows,
+            2_500.0,
+        ),
+        (
+            "requeue",
+            format!(
+                "{}, {counters}, {}, {}, {}",
+                guard(first + 100),
+                fifty("0", "int8"),
+                text("'failed'"),
+                text("'boom'")
+            ),
+            settle_rows,
+            2_500.0,
+        ),
+        (
+            "bury",
+            format!(
+                "{}, {counters}, {}, {}, {}",
+                guard(first + 150),
+                text("'exhausted'"),
+                text("'failed'"),
+                text("'boom'")
+            ),
+            settle_rows,
+            2_500.0,
+        ),
         ("extend", "1, '[]'".to_owned(), &[("sessions", 1.0)], 20.0),
         ("held", format!("{}, 1", ids(first + 200)), &[("jobs", 50.0)], 300.0),
         ("look_at_jobs", ids(first + 200), &[("jobs", 50.0)], 300.0),
@@ -323,7 +267,12 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         ("look_at_crashed", ids(2_000_001), &[("attempts", 50.0)], 300.0),
         ("next_due", format!("array['default'], {bands}, array['k']"), &[("jobs", 10.0)], 150.0),
         ("unleased", format!("'default', 2, {far}"), &[("jobs", 50.0)], 200.0),
-        ("shift", format!("{}, {}, false", ids(first + 1_050), fifty("0", "int8")), settle_rows, 2_500.0),
+        (
+            "shift",
+            format!("{}, {}, false", ids(first + 1_050), fifty("0", "int8")),
+            settle_rows,
+            2_500.0,
+        ),
         ("unpark", "array['default'], array['k'], 20".to_owned(), &[("jobs", 120.0)], 1_000.0),
         ("prune", "50".to_owned(), &[("finished", 100.0), ("attempts", 50.0)], 2_500.0),
     ];

@@ -29,7 +29,10 @@ pub(super) async fn s5_a_server_that_is_not_there_is_named(bed: Bed) {
     let (error, text) = refused(&format!("postgres://me:secret@127.0.0.1:{port}/jobs")).await;
     assert!(matches!(error, Error::Connect { .. }), "{text}");
     assert!(error.is_transient(), "it may come up");
-    assert!(text.contains(&format!("cannot connect to postgres://me@127.0.0.1:{port}/jobs")), "{text}");
+    assert!(
+        text.contains(&format!("cannot connect to postgres://me@127.0.0.1:{port}/jobs")),
+        "{text}"
+    );
     assert!(text.contains("is the server running"), "{text}");
 }
 

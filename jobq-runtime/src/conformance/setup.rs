@@ -40,7 +40,10 @@ pub(super) async fn d1_a_good_database_passes_the_check(bed: Bed) {
 pub(super) async fn d1_missing_tables_are_an_error_that_names_the_cure(bed: Bed) {
     let absent = bed.another_client("absent");
     let error = absent.check().await.expect_err("there are no tables");
-    assert!(matches!(error, Error::Schema { found: 0, needed } if needed == newest(&bed)), "{error:?}");
+    assert!(
+        matches!(error, Error::Schema { found: 0, needed } if needed == newest(&bed)),
+        "{error:?}"
+    );
     assert!(error.to_string().contains("call `client.migrate()`"), "{error}");
     assert!(!error.is_transient());
     let error = plain().enqueue(&absent).await.expect_err("there are no tables");
@@ -99,7 +102,11 @@ pub(super) async fn f1_a_view_shows_who_runs_a_job_and_until_when(bed: Bed) {
     let session = bed.row("sessions", worker.id).await.expect("open");
     assert_eq!(running.number("leased_until"), session.number("leased_until"));
     bed.store.close_session(worker.id).await.expect("closes");
-    assert_eq!(shown().await.text("worker"), format!("worker-{}", worker.id), "and once it is over");
+    assert_eq!(
+        shown().await.text("worker"),
+        format!("worker-{}", worker.id),
+        "and once it is over"
+    );
 }
 
 pub(super) async fn s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do(bed: Bed) {

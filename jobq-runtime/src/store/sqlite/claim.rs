@@ -1,6 +1,7 @@
 //! Sessions, heartbeats and claims.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
@@ -63,7 +64,7 @@ impl SqliteStore {
     /// included. So an expired session gets the time to be extended, and counts as expired only
     /// if the lock was to be had meanwhile.
     pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
-        let wanted = Wanted::new(claim);
+        let wanted = Arc::new(Wanted::new(claim));
         loop {
             let mut reader = self.reader().await?;
             let look = look(&mut reader, &self.schema, &wanted).await?;
@@ -74,7 +75,7 @@ impl SqliteStore {
             if look.sessions == Sessions::Expired {
                 tokio::time::sleep(HEARTBEATS_FIRST).await;
             }
-            let (schema, wanted) = (self.schema.clone(), wanted.clone());
+            let (schema, wanted) = (self.schema.clone(), Arc::clone(&wanted));
             let claimed = self.write(async move |locked| {
                 let look = self::look(locked, &schema, &wanted).await?;
                 match look.sessions {
@@ -99,7 +100,7 @@ impl SqliteStore {
         let wait: Option<i64> = sqlx::query_scalar(self.sql(
             "select min((
                  select run_after
-                 from jobq_jobs
+                 from jobq_jobs indexed by jobq_jobs_due
                  where queue = wanted.value
                    and band = band.value
                    and run_after > now_us()
@@ -139,19 +140,19 @@ impl SqliteStore {
 }
 
 /// A claim as the statements take it.
-#[derive(Clone)]
 struct Wanted {
     sessions: Vec<i64>,
-    /// `{kind: session}`
+    /// The session for each kind.
+    by_kind: HashMap<String, SessionId>,
+    /// The kinds as a list.
     kinds: String,
-    /// Every band of every queue, in the order in which they are looked at.
-    bands: Vec<Band>,
-    /// `bands` as `[[queue, band, run_after, id], …]`
+    /// Every band of every queue and its floor, in the order in which they are looked at.
+    places: Vec<Place>,
+    /// `places` as a table: queue, band, and the two numbers of the floor.
     floors: String,
 }
 
-#[derive(Clone)]
-struct Band {
+struct Place {
     queue: String,
     /// How many jobs may be claimed from the queue, all its bands together.
     limit: u32,
@@ -161,13 +162,12 @@ struct Band {
 
 impl Wanted {
     fn new(claim: &Claim) -> Self {
-        let kinds: serde_json::Map<String, serde_json::Value> =
-            claim.kinds.iter().map(|(kind, session)| (kind.clone(), session.0.into())).collect();
-        let bands: Vec<Band> = claim
+        let by_kind: HashMap<String, SessionId> = claim.kinds.iter().cloned().collect();
+        let places: Vec<Place> = claim
             .queues
             .iter()
             .flat_map(|queue| {
-                queue.floors.iter().map(|(band, floor)| Band {
+                queue.floors.iter().map(|(band, floor)| Place {
                     queue: queue.queue.clone(),
                     limit: queue.limit,
                     band: *band,
@@ -175,12 +175,17 @@ impl Wanted {
                 })
             })
             .collect();
-        let floors: Vec<_> = bands
+        let floors: Vec<_> = places
             .iter()
-            .map(|band| (&band.queue, band.band, band.floor.run_after.0, band.floor.id))
+            .map(|place| (&place.queue, place.band, place.floor.run_after.0, place.floor.id))
             .collect();
-        let floors = json(floors);
-        Self { sessions: claim.sessions(), kinds: json(kinds), bands, floors }
+        Self {
+            sessions: claim.sessions(),
+            kinds: json(by_kind.keys().collect::<Vec<_>>()),
+            by_kind,
+            floors: json(floors),
+            places,
+        }
     }
 }
 
@@ -188,7 +193,7 @@ impl Wanted {
 struct Look {
     now: Timestamp,
     sessions: Sessions,
-    /// Which of the wanted bands have something to claim.
+    /// Which of the wanted places have something to claim.
     due: Vec<usize>,
 }
 
@@ -210,8 +215,6 @@ async fn look(
     schema: &Schema,
     wanted: &Wanted,
 ) -> sqlx::Result<Look> {
-    // SQLite uses a comparison of (run_after, id) with its index only for run_after, and one insert
-    // gives thousands of jobs the same: so the floor's own time is a range by itself.
     let (now, live, open, due): (i64, i64, i64, String) = sqlx::query_as(sql(
         schema,
         "with floor (n, queue, band, run_after, id) as materialized (
@@ -224,23 +227,23 @@ async fn look(
                  where id in (select value from json_each(?2))),
                 (select json_group_array(n) from floor
                  where exists (
-                           select 1 from jobq_jobs
+                           select 1 from jobq_jobs indexed by jobq_jobs_due
                            where queue = floor.queue
                              and band = floor.band
                              and run_after = floor.run_after
                              and id > floor.id
                              and run_after <= now_us()
                              and leased_by = 0
-                             and kind in (select key from json_each(?3))
+                             and kind in (select value from json_each(?3))
                        )
                     or exists (
-                           select 1 from jobq_jobs
+                           select 1 from jobq_jobs indexed by jobq_jobs_due
                            where queue = floor.queue
                              and band = floor.band
                              and run_after > floor.run_after
                              and run_after <= now_us()
                              and leased_by = 0
-                             and kind in (select key from json_each(?3))
+                             and kind in (select value from json_each(?3))
                        ))",
     ))
     .bind(&wanted.floors)
@@ -261,7 +264,7 @@ async fn look(
     Ok(Look { now: Timestamp(now), sessions, due })
 }
 
-/// Claims from the bands that have something, in their order, up to each queue's limit.
+/// Claims from the places that have something, in their order, up to each queue's limit.
 async fn take(
     connection: &mut SqliteConnection,
     schema: &Schema,
@@ -270,85 +273,117 @@ async fn take(
 ) -> sqlx::Result<Claimed> {
     let mut jobs = Vec::new();
     let mut taken: HashMap<&str, u32> = HashMap::new();
-    for band in look.due.iter().filter_map(|n| wanted.bands.get(*n)) {
-        let taken = taken.entry(band.queue.as_str()).or_default();
-        let left = band.limit.saturating_sub(*taken);
-        if left == 0 {
-            continue;
+    for place in look.due.iter().filter_map(|n| wanted.places.get(*n)) {
+        let taken = taken.entry(place.queue.as_str()).or_default();
+        let left = place.limit.saturating_sub(*taken);
+        if left > 0 {
+            let found = due(connection, schema, wanted, place, look.now, left).await?;
+            lease(connection, schema, &found).await?;
+            *taken += found.len() as u32;
+            jobs.extend(found);
         }
-        let rows = take_band(connection, schema, &wanted.kinds, band, look.now, left).await?;
-        let mut found =
-            rows.iter().map(|row| claimed_job(row, band)).collect::<sqlx::Result<Vec<_>>>()?;
-        found.sort_unstable_by_key(|job| (job.run_after, job.lease.job));
-        *taken += found.len() as u32;
-        jobs.append(&mut found);
     }
     Ok(Claimed { now: look.now, sessions_live: true, jobs })
 }
 
-async fn take_band(
+/// The due jobs of a place, in order, as they will be once they are leased.
+async fn due(
     connection: &mut SqliteConnection,
     schema: &Schema,
-    kinds: &str,
-    band: &Band,
+    wanted: &Wanted,
+    place: &Place,
     now: Timestamp,
     limit: u32,
-) -> sqlx::Result<Vec<SqliteRow>> {
-    sqlx::query(sql(schema, TAKE_BAND))
-        .bind(kinds)
-        .bind(&band.queue)
-        .bind(band.band)
-        .bind(now.0)
-        .bind(band.floor.run_after.0)
-        .bind(band.floor.id)
-        .bind(i64::from(limit))
-        .fetch_all(connection)
-        .await
+) -> sqlx::Result<Vec<ClaimedJob>> {
+    let mut jobs = Vec::new();
+    for text in [DUE_AT_THE_FLOORS_TIME, DUE_LATER] {
+        let left = limit.saturating_sub(jobs.len() as u32);
+        if left == 0 {
+            break;
+        }
+        let rows = sqlx::query(sql(schema, text))
+            .bind(&place.queue)
+            .bind(place.band)
+            .bind(now.0)
+            .bind(place.floor.run_after.0)
+            .bind(place.floor.id)
+            .bind(&wanted.kinds)
+            .bind(i64::from(left))
+            .fetch_all(&mut *connection)
+            .await?;
+        for row in &rows {
+            let kind: String = get(row, "kind")?;
+            if let Some(session) = wanted.by_kind.get(&kind) {
+                jobs.push(claimed_job(row, place, kind, *session)?);
+            }
+        }
+    }
+    Ok(jobs)
 }
 
-// The two parts follow each other in time, and each is read in the index's order. A kind is letters,
-// digits and a few signs, so it needs no escapes between the quotes of a path.
-const TAKE_BAND: &str = "
-    update jobq_jobs
-    set token = token + 1,
-        attempt = attempt + 1,
-        leased_by = ?1 ->> ('$.\"' || kind || '\"')
-    where id in (
-        select id from (
-            select id from jobq_jobs
-            where queue = ?2
-              and band = ?3
-              and run_after = ?5
-              and id > ?6
-              and run_after <= ?4
-              and leased_by = 0
-              and kind in (select key from json_each(?1))
-            order by id
-            limit ?7
-        )
-        union all
-        select id from (
-            select id from jobq_jobs
-            where queue = ?2
-              and band = ?3
-              and run_after > ?5
-              and run_after <= ?4
-              and leased_by = 0
-              and kind in (select key from json_each(?1))
-            order by run_after, id
-            limit ?7
-        )
-        limit ?7
-    )
-    returning id, token, leased_by, kind, run_after, attempt, crashes, interruptions, max_attempts,
-              max_crashes, created_at, tags, metadata, payload";
+async fn lease(
+    connection: &mut SqliteConnection,
+    schema: &Schema,
+    jobs: &[ClaimedJob],
+) -> sqlx::Result<()> {
+    let rows: Vec<(i64, i64)> =
+        jobs.iter().map(|job| (job.lease.job.0, job.lease.session.0)).collect();
+    sqlx::query(sql(
+        schema,
+        "insert into jobq_do_lease select value ->> 0, value ->> 1 from json_each(?1)",
+    ))
+    .bind(json(rows))
+    .execute(connection)
+    .await?;
+    Ok(())
+}
 
-fn claimed_job(row: &SqliteRow, band: &Band) -> sqlx::Result<ClaimedJob> {
+/// Leases a job to a session.
+pub(super) const DO_LEASE: &str = "
+    create temp view jobq_do_lease (id, session) as select null, null;
+    create temp trigger jobq_do_lease_row instead of insert on jobq_do_lease
+    begin
+        update jobq_jobs
+        set token = token + 1, attempt = attempt + 1, leased_by = new.session
+        where id = new.id;
+    end;";
+
+macro_rules! due {
+    ($after_the_floor:literal) => {
+        concat!(
+            "select id, token + 1 as token, kind, run_after, attempt + 1 as attempt, crashes,
+                    interruptions, max_attempts, max_crashes, created_at, tags, metadata, payload
+             from jobq_jobs indexed by jobq_jobs_due
+             where queue = ?1
+               and band = ?2
+               and run_after <= ?3
+               and ",
+            $after_the_floor,
+            "
+               and leased_by = 0
+               and kind in (select value from json_each(?6))
+             order by run_after, id
+             limit ?7"
+        )
+    };
+}
+
+// A comparison of (run_after, id) with the floor uses the index for run_after only, and one insert
+// gives thousands of jobs the same: so the floor's own time is looked at by itself.
+const DUE_AT_THE_FLOORS_TIME: &str = due!("run_after = ?4 and id > ?5");
+const DUE_LATER: &str = due!("run_after > ?4");
+
+fn claimed_job(
+    row: &SqliteRow,
+    place: &Place,
+    kind: String,
+    session: SessionId,
+) -> sqlx::Result<ClaimedJob> {
     Ok(ClaimedJob {
-        lease: lease(row)?,
-        kind: get(row, "kind")?,
-        queue: band.queue.clone(),
-        band: band.band,
+        lease: Lease { job: JobId(get(row, "id")?), token: Token(get(row, "token")?), session },
+        kind,
+        queue: place.queue.clone(),
+        band: place.band,
         run_after: Timestamp(get(row, "run_after")?),
         counters: counters(row)?,
         limits: limits(row)?,
@@ -357,14 +392,6 @@ fn claimed_job(row: &SqliteRow, band: &Band) -> sqlx::Result<ClaimedJob> {
         tags: tags_list(get(row, "tags").unwrap_or_default()),
         metadata: metadata_map(get(row, "metadata").unwrap_or_default()),
         payload: get(row, "payload").unwrap_or_default(),
-    })
-}
-
-pub(super) fn lease(row: &SqliteRow) -> sqlx::Result<Lease> {
-    Ok(Lease {
-        job: JobId(get(row, "id")?),
-        token: Token(get(row, "token")?),
-        session: SessionId(get(row, "leased_by")?),
     })
 }
 
@@ -406,34 +433,26 @@ pub(super) async fn beat(
     if beat.held.is_empty() {
         return Ok(BeatReply::Extended { lost: Vec::new(), cancel_requested: Vec::new() });
     }
-    let ids: Vec<i64> = beat.held.iter().map(|(job, _)| job.0).collect();
-    let rows: Vec<(i64, i64, bool)> = sqlx::query_as(sql(
+    let held: Vec<i64> = beat.held.iter().map(|(job, _)| job.0).collect();
+    let rows: Vec<(Option<i64>, Option<bool>)> = sqlx::query_as(sql(
         schema,
-        "select id, token, cancel_requested from jobq_jobs
-         where id in (select value from json_each(?1)) and leased_by = ?2",
+        "select (select token from jobq_jobs where id = value and leased_by = ?2),
+                (select cancel_requested from jobq_jobs where id = value)
+         from json_each(?1)
+         order by key",
     ))
-    .bind(json(ids))
+    .bind(json(held))
     .bind(beat.session)
     .fetch_all(&mut *connection)
     .await?;
-    Ok(news(beat, rows.into_iter()))
-}
-
-/// Compares the jobs a process believes it holds with the rows it does hold.
-fn news(beat: &Beat, rows: impl Iterator<Item = (i64, i64, bool)>) -> BeatReply {
-    let rows: HashMap<i64, (i64, bool)> =
-        rows.map(|(id, token, cancel_requested)| (id, (token, cancel_requested))).collect();
     let mut lost = Vec::new();
     let mut cancel_requested = Vec::new();
-    for (job, token) in &beat.held {
-        match rows.get(&job.0) {
-            Some((held, cancel)) if *held == token.0 => {
-                if *cancel {
-                    cancel_requested.push(*job);
-                }
-            }
-            _ => lost.push(*job),
+    for ((job, token), (held, cancel)) in beat.held.iter().zip(rows) {
+        if held != Some(token.0) {
+            lost.push(*job);
+        } else if cancel == Some(true) {
+            cancel_requested.push(*job);
         }
     }
-    BeatReply::Extended { lost, cancel_requested }
+    Ok(BeatReply::Extended { lost, cancel_requested })
 }

@@ -1,9 +1,10 @@
 //! Looking at jobs, cancelling and redriving them.
 
 use jobq_core::job::{JobId, JobState, Token};
+use jobq_core::outcome::DeathReason;
 use jobq_core::time::{Timestamp, micros};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
-use sqlx::{Decode, SqlStr, Sqlite};
+use sqlx::{Decode, Sqlite};
 
 use super::{
     AttemptInfo, CancelReply, DeadFilter, DeadJob, Error, Lookup, QueueCount, Result, SqliteStore,
@@ -39,13 +40,25 @@ impl SqliteStore {
         id: JobId,
     ) -> sqlx::Result<Option<SqliteRow>> {
         sqlx::query(self.sql(
-            "select job.id, state.state, job.kind, job.queue, job.attempt, job.max_attempts,
-                    job.crashes, job.interruptions, job.token, job.run_after, job.created_at,
-                    null as finished_at, state.worker, state.leased_until, job.payload,
-                    null as result, null as reason
+            "select id,
+                    case
+                        when leased_by <> 0 then 'running'
+                        when run_after = 9223372036854775807 then 'waiting'
+                        else 'pending'
+                    end as state,
+                    kind, queue, attempt, max_attempts, crashes, interruptions, token, run_after,
+                    created_at, null as finished_at,
+                    coalesce(
+                        (select worker from jobq_sessions where id = job.leased_by),
+                        (select worker from jobq_closed_sessions where id = job.leased_by)
+                    ) as worker,
+                    coalesce(
+                        (select leased_until from jobq_sessions where id = job.leased_by),
+                        (select leased_until from jobq_closed_sessions where id = job.leased_by)
+                    ) as leased_until,
+                    payload, null as result, null as reason
              from jobq_jobs as job
-             join jobq_job_states as state on state.id = job.id
-             where job.id = ?1
+             where id = ?1
              union all
              select id, state, kind, queue, attempt, max_attempts, crashes, interruptions, token,
                     null, created_at, finished_at, null, null, payload, result, null
@@ -126,25 +139,16 @@ impl SqliteStore {
     pub(super) async fn dead(&self, filter: &DeadFilter, limit: u32) -> Result<Vec<DeadJob>> {
         let action = "list dead letters";
         let mut reader = self.reader().await.map_err(Error::database(action))?;
-        let rows = sqlx::query(self.sql(
-            "select id, kind, queue, reason, died_at, attempt, error, payload
-             from jobq_dead
-             where id between ?1 and ?2
-               and (?3 is null or queue = ?3)
-               and (?4 is null or kind = ?4)
-               and (?5 is null or reason = ?5)
-             order by id desc
-             limit ?6",
-        ))
-        .bind(filter.id.map_or(i64::MIN, |id| id.0))
-        .bind(filter.id.map_or(i64::MAX, |id| id.0))
-        .bind(filter.queue.as_ref())
-        .bind(filter.kind.as_ref())
-        .bind(filter.reason.map(jobq_core::outcome::DeathReason::as_str))
-        .bind(i64::from(limit))
-        .fetch_all(&mut *reader)
-        .await
-        .map_err(Error::database(action))?;
+        let text = if filter.id.is_some() { DEAD_ONE } else { DEAD_ALL };
+        let rows = sqlx::query(self.sql(text))
+            .bind(filter.id.map(|id| id.0))
+            .bind(filter.queue.as_ref())
+            .bind(filter.kind.as_ref())
+            .bind(filter.reason.map(DeathReason::as_str))
+            .bind(i64::from(limit))
+            .fetch_all(&mut *reader)
+            .await
+            .map_err(Error::database(action))?;
         rows.iter()
             .map(|row| {
                 Ok(DeadJob {
@@ -174,27 +178,22 @@ impl SqliteStore {
             if asked.rows_affected() > 0 {
                 return Ok(CancelReply::Requested);
             }
-            sqlx::query(sql(
+            let there: bool = sqlx::query_scalar(sql(
                 &schema,
-                "insert or replace into jobq_finished (
-                     id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
-                     crashes, max_crashes, priority, queue, kind, reason, tags, metadata, payload
-                 )
-                 select id, token, 'cancelled', created_at, now_us() + ?2, attempt, max_attempts,
-                        interruptions, crashes, max_crashes, priority, queue, kind,
-                        'cancelled before it ran', tags, metadata, payload
-                 from jobq_jobs
-                 where id = ?1",
+                "select (select 1 from jobq_jobs where id = ?1) is not null",
             ))
             .bind(id.0)
-            .bind(micros(DEFAULT_RETENTION))
-            .execute(&mut **locked)
+            .fetch_one(&mut **locked)
             .await?;
-            let gone = sqlx::query(sql(&schema, "delete from jobq_jobs where id = ?1"))
+            if there {
+                sqlx::query(sql(
+                    &schema,
+                    "insert into jobq_do_finish values (?1, 'cancelled', ?2, 'cancelled before it ran')",
+                ))
                 .bind(id.0)
+                .bind(micros(DEFAULT_RETENTION))
                 .execute(&mut **locked)
                 .await?;
-            if gone.rows_affected() > 0 {
                 return Ok(CancelReply::Cancelled);
             }
             let state: Option<String> = sqlx::query_scalar(sql(
@@ -223,46 +222,34 @@ impl SqliteStore {
     ) -> sqlx::Result<Vec<JobId>> {
         let (schema, filter) = (self.schema.clone(), filter.clone());
         let ids = self.write(async move |locked| {
-            let chosen: Vec<i64> = sqlx::query_scalar(sql(
-                &schema,
-                "select id
-                 from jobq_dead
-                 where id between ?1 and ?2
-                   and (?3 is null or queue = ?3)
-                   and (?4 is null or kind = ?4)
-                   and (?5 is null or reason = ?5)
-                 order by id
-                 limit ?6",
-            ))
-            .bind(filter.id.map_or(i64::MIN, |id| id.0))
-            .bind(filter.id.map_or(i64::MAX, |id| id.0))
-            .bind(filter.queue)
-            .bind(filter.kind)
-            .bind(filter.reason.map(jobq_core::outcome::DeathReason::as_str))
-            .bind(i64::from(limit))
-            .fetch_all(&mut **locked)
-            .await?;
-            if !chosen.is_empty() {
-                let chosen = json(chosen);
-                let ids = bring_back(locked, sql(&schema, BRING_BACK_DEAD), &chosen).await?;
-                sqlx::query(sql(
-                    &schema,
-                    "delete from jobq_dead where id in (select value from json_each(?1))",
-                ))
-                .bind(chosen)
-                .execute(&mut **locked)
+            let text = if filter.id.is_some() { REDRIVABLE_ONE } else { REDRIVABLE_ALL };
+            let mut ids: Vec<i64> = sqlx::query_scalar(sql(&schema, text))
+                .bind(filter.id.map(|id| id.0))
+                .bind(filter.queue)
+                .bind(filter.kind)
+                .bind(filter.reason.map(DeathReason::as_str))
+                .bind(i64::from(limit))
+                .fetch_all(&mut **locked)
                 .await?;
-                return Ok(ids);
+            if let (Some(id), true) = (filter.id, ids.is_empty()) {
+                // One job by id may also be a cancelled one.
+                ids = sqlx::query_scalar(sql(
+                    &schema,
+                    "select id
+                     from jobq_finished as job
+                     where id = ?1
+                       and state = 'cancelled'
+                       and (select 1 from jobq_jobs where id = job.id) is null",
+                ))
+                .bind(id.0)
+                .fetch_all(&mut **locked)
+                .await?;
             }
-            // One job by id may also be a cancelled one.
-            let Some(id) = filter.id else { return Ok(Vec::new()) };
-            let chosen = json([id.0]);
-            let ids = bring_back(locked, sql(&schema, BRING_BACK_CANCELLED), &chosen).await?;
             sqlx::query(sql(
                 &schema,
-                "delete from jobq_finished where id = ?1 and state = 'cancelled'",
+                "insert into jobq_do_redrive select value from json_each(?1)",
             ))
-            .bind(id.0)
+            .bind(json(&ids))
             .execute(&mut **locked)
             .await?;
             Ok(ids)
@@ -275,41 +262,68 @@ impl SqliteStore {
     }
 }
 
-macro_rules! bring_back {
-    ($from:literal) => {
+macro_rules! dead {
+    ($id:literal) => {
         concat!(
-            "insert into jobq_jobs (
-                 id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
-                 metadata, payload
-             )
-             select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-                    tags, metadata, payload
-             from ",
-            $from,
+            "select id, kind, queue, reason, died_at, attempt, error, payload
+             from jobq_dead
+             where ",
+            $id,
             "
-             order by id
-             on conflict (id) do nothing
-             returning id"
+               and (?2 is null or queue = ?2)
+               and (?3 is null or kind = ?3)
+               and (?4 is null or reason = ?4)
+             order by id desc
+             limit ?5"
         )
     };
 }
 
-const BRING_BACK_DEAD: &str =
-    bring_back!("jobq_dead where id in (select value from json_each(?1))");
-const BRING_BACK_CANCELLED: &str = bring_back!(
-    "jobq_finished where id in (select value from json_each(?1)) and state = 'cancelled'"
-);
+const DEAD_ONE: &str = dead!("id = ?1");
+const DEAD_ALL: &str = dead!("?1 is null");
 
-/// Makes jobs pending again, due now; returns their ids in order.
-async fn bring_back(
-    connection: &mut SqliteConnection,
-    statement: SqlStr,
-    ids: &str,
-) -> sqlx::Result<Vec<i64>> {
-    let mut ids: Vec<i64> = sqlx::query_scalar(statement).bind(ids).fetch_all(connection).await?;
-    ids.sort_unstable();
-    Ok(ids)
+macro_rules! redrivable {
+    ($id:literal) => {
+        concat!(
+            "select id
+             from jobq_dead as dead
+             where ",
+            $id,
+            "
+               and (?2 is null or queue = ?2)
+               and (?3 is null or kind = ?3)
+               and (?4 is null or reason = ?4)
+               and (select 1 from jobq_jobs where id = dead.id) is null
+             order by id
+             limit ?5"
+        )
+    };
 }
+
+const REDRIVABLE_ONE: &str = redrivable!("id = ?1");
+const REDRIVABLE_ALL: &str = redrivable!("?1 is null");
+
+/// Makes a dead or cancelled job pending again, due now.
+pub(super) const DO_REDRIVE: &str = "
+    create temp view jobq_do_redrive (id) as select null;
+    create temp trigger jobq_do_redrive_row instead of insert on jobq_do_redrive
+    begin
+        insert into jobq_jobs (
+            id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
+            metadata, payload
+        )
+        select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
+               tags, metadata, payload
+        from jobq_dead
+        where id = new.id
+        union all
+        select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
+               tags, metadata, payload
+        from jobq_finished
+        where id = new.id and state = 'cancelled';
+        delete from jobq_dead where id = new.id;
+        delete from jobq_finished where id = new.id and state = 'cancelled';
+    end;";
 
 fn job_info(row: &SqliteRow) -> Result<JobInfo> {
     let state: JobState = read::<String>(row, "state")?.parse()?;

@@ -4,6 +4,12 @@
 //! from its beginning (see [`writer`]); a few others read, which waits for nobody. The lock is what
 //! PostgreSQL does with row locks: between its two ends nothing changes but by us.
 //!
+//! Plans must not depend on statistics: an `analyze` (or `pragma optimize`) while the queue is
+//! nearly empty makes SQLite read the whole table for `id in (…)`, for joins by id, and instead of
+//! an index, and the queue may hold a million jobs an hour later. So a statement either names its
+//! index, or is about one row by its id, which leaves nothing to plan. What moves many rows is a
+//! [verb](verbs).
+//!
 //! Times are microseconds since 1970, of the machine's clock, which SQLite reads to the
 //! millisecond. Lists travel as JSON text.
 
@@ -46,10 +52,12 @@ const LIMIT: Duration = Duration::from_secs(PATIENCE.as_secs() + 5);
 
 /// How long a live process that was kept from the file needs, at most, to extend its session once
 /// the file is free again.
-const HEARTBEATS_FIRST: Duration = Duration::from_millis(100);
+const HEARTBEATS_FIRST: Duration = Duration::from_millis(200);
 
 /// jobq's tables in an SQLite file.
 pub(crate) struct SqliteStore {
+    /// The application's pool.
+    pool: SqlitePool,
     /// What the store's own connections are opened with.
     options: SqliteConnectOptions,
     /// Connections for plain reads, opened when first used.
@@ -81,8 +89,8 @@ impl SqliteStore {
             .acquire_timeout(PATIENCE)
             .test_before_acquire(false)
             .connect_lazy_with(options.clone());
-        let writer = Writer::new(&options);
-        Ok(Self { options, readers, writer, schema })
+        let writer = Writer::new(&options, verbs(&schema));
+        Ok(Self { pool: pool.clone(), options, readers, writer, schema })
     }
 
     /// Statement text for this schema.
@@ -149,6 +157,21 @@ fn sql(schema: &Schema, text: &'static str) -> SqlStr {
     }
     // The name was checked when the schema was made: letters, digits and '_' only.
     AssertSqlSafe(text).into_sql_str()
+}
+
+/// What the writing connection is taught: temporary views, of which each row that is inserted does
+/// something to the one job that it names.
+fn verbs(schema: &Schema) -> Vec<SqlStr> {
+    let verbs = [
+        claim::DO_LEASE,
+        settle::DO_FINISH,
+        settle::DO_REQUEUE,
+        settle::DO_BURY,
+        sweep::DO_MOVE,
+        sweep::DO_PRUNE,
+        look::DO_REDRIVE,
+    ];
+    verbs.into_iter().map(|verb| sql(schema, verb)).collect()
 }
 
 /// A list or table as the JSON text that a statement takes apart again.

@@ -1,18 +1,17 @@
 //! Writing outcomes, fenced.
 //!
-//! A statement takes any number of settlements as one table. Each operation reads what it needs of
-//! the rows its guard holds for, and then moves them: nothing changes in between, because the write
-//! lock is ours. `cross join` and `materialized` fix the plan, whatever the statistics say:
-//! settlement by settlement, each row by its id.
+//! A batch is one transaction: it finds out which of its settlements still hold their leases, and
+//! writes those. Nothing changes in between, because the write lock is ours.
 
 use std::collections::{HashMap, HashSet};
+use std::time::Duration;
 
 use jobq_core::lifecycle::{Transition, When};
 use jobq_core::time::micros;
 use serde::Serialize;
 use sqlx::sqlite::SqliteConnection;
 
-use super::{Result, Schema, Settled, Settlement, SqliteStore, json, on_callers, sql};
+use super::{Result, Schema, Settled, Settlement, SqliteStore, get, json, on_callers, sql};
 use crate::store::{Completion, rounds};
 
 /// The most settlements in one transaction: nobody else can write meanwhile.
@@ -39,34 +38,41 @@ impl SqliteStore {
 /// Settlements of different jobs, as the tables that the statements take.
 #[derive(Default)]
 struct Batch {
-    ids: Vec<i64>,
+    /// id, token, session
+    guards: Vec<(i64, i64, i64)>,
     complete: Vec<Finish>,
     cancel: Vec<Finish>,
     requeue: Vec<Requeue>,
     bury: Vec<Bury>,
 }
 
-/// id, token, session, retention, text
+/// id, retention, text
 #[derive(Serialize)]
-struct Finish(i64, i64, i64, i64, Option<String>);
+struct Finish(i64, i64, Option<String>);
 
-/// id, token, session, attempt, crashes, interruptions, delay, reason, error
+/// id, attempt, crashes, interruptions, delay, reason, error
 #[derive(Serialize)]
-struct Requeue(i64, i64, i64, u32, u32, u32, Option<i64>, Option<&'static str>, Option<String>);
+struct Requeue(i64, u32, u32, u32, Option<i64>, Option<&'static str>, Option<String>);
 
-/// id, token, session, attempt, crashes, interruptions, reason, error, why it is dead
+/// id, attempt, crashes, interruptions, reason, error, why it is dead
 #[derive(Serialize)]
-struct Bury(i64, i64, i64, u32, u32, u32, &'static str, String, &'static str);
+struct Bury(i64, u32, u32, u32, &'static str, String, &'static str);
 
 /// What became of a batch.
 struct Seen {
     written: HashSet<i64>,
-    /// Token, session and cancel request of the rows that are still there, of those not written.
-    rows: HashMap<i64, (i64, i64, bool)>,
-    /// The tokens of those that have ended.
-    ended: HashMap<i64, i64>,
-    /// The claims they were rescued from.
-    crashed: HashSet<(i64, i64)>,
+    /// What was found of those that could not be written.
+    rest: HashMap<i64, Found>,
+}
+
+/// What there is of a job whose settlement could not be written.
+struct Found {
+    /// Token, session and cancel request, if it is unfinished.
+    row: Option<(i64, i64, bool)>,
+    /// It has ended under the settlement's token.
+    ended: bool,
+    /// It was rescued from the settlement's claim.
+    crashed: bool,
 }
 
 impl Batch {
@@ -74,34 +80,31 @@ impl Batch {
         let mut batch = Self::default();
         for settlement in settlements {
             let lease = settlement.lease;
-            let (id, token, session) = (lease.job.0, lease.token.0, lease.session.0);
-            batch.ids.push(id);
+            let id = lease.job.0;
+            // A sum with the clock must stay a time that can be stored.
+            let retention = storable_micros(settlement.retention);
+            batch.guards.push((id, lease.token.0, lease.session.0));
             match &settlement.transition {
                 Transition::Complete { result } => {
-                    batch.complete.push(Finish::new(settlement, result.clone()));
+                    batch.complete.push(Finish(id, retention, result.clone()));
                 }
                 Transition::Cancel { reason } => {
-                    batch.cancel.push(Finish::new(settlement, reason.clone()));
+                    batch.cancel.push(Finish(id, retention, reason.clone()));
                 }
                 Transition::Requeue { when, counters, record } => batch.requeue.push(Requeue(
                     id,
-                    token,
-                    session,
                     counters.attempt,
                     counters.crashes,
                     counters.interruptions,
                     match when {
                         When::Next => None,
-                        // A sum with the clock must stay a time that can be stored.
-                        When::After(delay) => Some(micros((*delay).min(jobq_core::duration::MAX))),
+                        When::After(delay) => Some(storable_micros(*delay)),
                     },
                     record.as_ref().map(|record| record.reason.as_str()),
                     record.as_ref().map(|record| record.error.clone()),
                 )),
                 Transition::Bury { reason, counters, record } => batch.bury.push(Bury(
                     id,
-                    token,
-                    session,
                     counters.attempt,
                     counters.crashes,
                     counters.interruptions,
@@ -114,203 +117,233 @@ impl Batch {
         batch
     }
 
-    async fn write(self, connection: &mut SqliteConnection, schema: &Schema) -> sqlx::Result<Seen> {
-        let mut written = HashSet::new();
+    async fn write(
+        mut self,
+        connection: &mut SqliteConnection,
+        schema: &Schema,
+    ) -> sqlx::Result<Seen> {
+        let held = self.held(connection, schema).await?;
+        self.complete.retain(|row| held.contains_key(&row.0));
+        self.cancel.retain(|row| held.contains_key(&row.0));
+        self.requeue.retain(|row| held.get(&row.0) == Some(&false));
+        self.bury.retain(|row| held.contains_key(&row.0));
         if !self.complete.is_empty() {
-            written.extend(finish(connection, schema, &self.complete, "completed").await?);
+            finish(connection, schema, "completed", &self.complete).await?;
         }
         if !self.cancel.is_empty() {
-            written.extend(finish(connection, schema, &self.cancel, "cancelled").await?);
+            finish(connection, schema, "cancelled", &self.cancel).await?;
         }
         if !self.requeue.is_empty() {
-            written.extend(requeue(connection, schema, &self.requeue).await?);
+            requeue(connection, schema, &self.requeue).await?;
         }
         if !self.bury.is_empty() {
-            written.extend(bury(connection, schema, &self.bury).await?);
+            bury(connection, schema, &self.bury).await?;
         }
-        let rest: Vec<i64> = self.ids.into_iter().filter(|id| !written.contains(id)).collect();
-        if rest.is_empty() {
-            return Ok(Seen {
-                written,
-                rows: HashMap::new(),
-                ended: HashMap::new(),
-                crashed: HashSet::new(),
-            });
-        }
-        second_look(connection, schema, written, &rest).await
+        let written: HashSet<i64> = (self.complete.iter().map(|row| row.0))
+            .chain(self.cancel.iter().map(|row| row.0))
+            .chain(self.requeue.iter().map(|row| row.0))
+            .chain(self.bury.iter().map(|row| row.0))
+            .collect();
+        self.guards.retain(|(id, ..)| !written.contains(id));
+        let rest = second_look(connection, schema, &self.guards).await?;
+        Ok(Seen { written, rest })
+    }
+
+    /// The jobs whose leases are held, and whether they are to be cancelled.
+    async fn held(
+        &self,
+        connection: &mut SqliteConnection,
+        schema: &Schema,
+    ) -> sqlx::Result<HashMap<i64, bool>> {
+        let rows: Vec<(i64, Option<bool>)> = sqlx::query_as(sql(
+            schema,
+            "select value ->> 0,
+                    (select cancel_requested from jobq_jobs
+                     where id = value ->> 0 and token = value ->> 1 and leased_by = value ->> 2)
+             from json_each(?1)",
+        ))
+        .bind(json(&self.guards))
+        .fetch_all(connection)
+        .await?;
+        Ok(rows.into_iter().filter_map(|(id, cancel)| Some((id, cancel?))).collect())
     }
 }
 
-impl Finish {
-    fn new(settlement: &Settlement, text: Option<String>) -> Self {
-        let lease = settlement.lease;
-        // A sum with the clock must stay a time that can be stored.
-        let retention = micros(settlement.retention.min(jobq_core::duration::MAX));
-        Self(lease.job.0, lease.token.0, lease.session.0, retention, text)
-    }
+fn storable_micros(duration: Duration) -> i64 {
+    micros(duration.min(jobq_core::duration::MAX))
 }
 
 impl Seen {
     fn judge(&self, settlement: &Settlement) -> Settled {
-        let key = (settlement.lease.job.0, settlement.lease.token.0);
-        if self.written.contains(&key.0) {
-            return Settled::Written;
+        let id = settlement.lease.job.0;
+        match self.rest.get(&id) {
+            Some(found) => crate::store::judge(settlement, found.row, found.ended, found.crashed),
+            None if self.written.contains(&id) => Settled::Written,
+            None => Settled::LeaseLost,
         }
-        crate::store::judge(
-            settlement,
-            self.rows.get(&key.0).copied(),
-            self.ended.get(&key.0) == Some(&key.1),
-            self.crashed.contains(&key),
-        )
     }
 }
+
+/// Moves jobs to the history.
+async fn finish(
+    connection: &mut SqliteConnection,
+    schema: &Schema,
+    state: &'static str,
+    rows: &[Finish],
+) -> sqlx::Result<()> {
+    sqlx::query(sql(
+        schema,
+        "insert into jobq_do_finish
+         select value ->> 0, ?2, value ->> 1, value ->> 2 from json_each(?1)",
+    ))
+    .bind(json(rows))
+    .bind(state)
+    .execute(connection)
+    .await?;
+    Ok(())
+}
+
+pub(super) const DO_FINISH: &str = "
+    create temp view jobq_do_finish (id, state, retention, text) as select null, null, null, null;
+    create temp trigger jobq_do_finish_row instead of insert on jobq_do_finish
+    begin
+        insert or replace into jobq_finished (
+            id, token, state, created_at, expires_at, attempt, max_attempts, interruptions, crashes,
+            max_crashes, priority, queue, kind, reason, result, tags, metadata, payload
+        )
+        select id, token, new.state, created_at, now_us() + new.retention, attempt, max_attempts,
+               interruptions, crashes, max_crashes, priority, queue, kind,
+               case when new.state = 'cancelled' then new.text end,
+               case when new.state = 'completed' then new.text end,
+               tags, metadata, payload
+        from jobq_jobs
+        where id = new.id and new.retention > 0;
+        delete from jobq_attempts where job_id = new.id and new.retention = 0;
+        delete from jobq_jobs where id = new.id;
+    end;";
 
 async fn requeue(
     connection: &mut SqliteConnection,
     schema: &Schema,
     rows: &[Requeue],
-) -> sqlx::Result<Vec<i64>> {
-    let table = json(rows);
-    if rows.iter().any(|row| row.7.is_some()) {
-        sqlx::query(sql(
-            schema,
-            "with back (id, token, session, reason, error) as materialized (
-                 select value ->> 0, value ->> 1, value ->> 2, value ->> 7, value ->> 8
-                 from json_each(?1)
-             )
-             insert or replace into jobq_attempts (job_id, token, attempt, reason, error, worker)
-             select job.id, job.token, job.attempt, back.reason, back.error,
-                    coalesce(
-                        (select worker from jobq_sessions where id = back.session),
-                        (select worker from jobq_closed_sessions where id = back.session)
-                    )
-             from back
-             cross join jobq_jobs as job on job.id = back.id
-             where job.token = back.token
-               and job.leased_by = back.session
-               and job.cancel_requested = 0
-               and back.reason is not null",
-        ))
-        .bind(&table)
-        .execute(&mut *connection)
-        .await?;
-    }
-    sqlx::query_scalar(sql(
+) -> sqlx::Result<()> {
+    sqlx::query(sql(
         schema,
-        "with back (id, token, session, attempt, crashes, interruptions, delay) as materialized (
-             select value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5,
-                    value ->> 6
-             from json_each(?1)
-         )
-         update jobq_jobs
-         set leased_by = 0,
-             isolated = 0,
-             attempt = back.attempt,
-             crashes = back.crashes,
-             interruptions = back.interruptions,
-             band = case when back.delay is null then 32767 else priority end,
-             run_after = now_us() + coalesce(back.delay, 0)
-         from back
-         where jobq_jobs.id = back.id
-           and jobq_jobs.token = back.token
-           and jobq_jobs.leased_by = back.session
-           and jobq_jobs.cancel_requested = 0
-         returning id",
+        "insert into jobq_do_requeue
+         select value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5,
+                value ->> 6
+         from json_each(?1)",
     ))
-    .bind(table)
-    .fetch_all(connection)
-    .await
+    .bind(json(rows))
+    .execute(connection)
+    .await?;
+    Ok(())
 }
+
+pub(super) const DO_REQUEUE: &str = "
+    create temp view jobq_do_requeue (id, attempt, crashes, interruptions, delay, reason, error)
+    as select null, null, null, null, null, null, null;
+    create temp trigger jobq_do_requeue_row instead of insert on jobq_do_requeue
+    begin
+        insert or replace into jobq_attempts (job_id, token, attempt, reason, error, worker)
+        select id, token, attempt, new.reason, new.error,
+               coalesce(
+                   (select worker from jobq_sessions where id = job.leased_by),
+                   (select worker from jobq_closed_sessions where id = job.leased_by)
+               )
+        from jobq_jobs as job
+        where id = new.id and new.reason is not null;
+        update jobq_jobs
+        set leased_by = 0,
+            isolated = 0,
+            attempt = new.attempt,
+            crashes = new.crashes,
+            interruptions = new.interruptions,
+            band = case when new.delay is null then 32767 else priority end,
+            run_after = now_us() + coalesce(new.delay, 0)
+        where id = new.id;
+    end;";
 
 async fn bury(
     connection: &mut SqliteConnection,
     schema: &Schema,
     rows: &[Bury],
-) -> sqlx::Result<Vec<i64>> {
-    let table = json(rows);
+) -> sqlx::Result<()> {
     sqlx::query(sql(
         schema,
-        "with dead (id, token, session, reason, error) as materialized (
-             select value ->> 0, value ->> 1, value ->> 2, value ->> 6, value ->> 7
-             from json_each(?1)
-         )
-         insert or replace into jobq_attempts (job_id, token, attempt, reason, error, worker)
-         select job.id, job.token, job.attempt, dead.reason, dead.error,
-                coalesce(
-                    (select worker from jobq_sessions where id = dead.session),
-                    (select worker from jobq_closed_sessions where id = dead.session)
-                )
-         from dead
-         cross join jobq_jobs as job on job.id = dead.id
-         where job.token = dead.token and job.leased_by = dead.session",
+        "insert into jobq_do_bury
+         select value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5,
+                value ->> 6
+         from json_each(?1)",
     ))
-    .bind(&table)
-    .execute(&mut *connection)
+    .bind(json(rows))
+    .execute(connection)
     .await?;
-    sqlx::query(sql(
-        schema,
-        "with dead (id, token, session, attempt, crashes, interruptions, error, reason)
-         as materialized (
-             select value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4, value ->> 5,
-                    value ->> 7, value ->> 8
-             from json_each(?1)
-         )
-         insert or replace into jobq_dead (
-             id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
-             max_crashes, priority, queue, kind, error, tags, metadata, payload
-         )
-         select job.id, job.token, dead.reason, job.created_at, dead.attempt, job.max_attempts,
-                dead.interruptions, dead.crashes, job.max_crashes, job.priority, job.queue,
-                job.kind, dead.error, job.tags, job.metadata, job.payload
-         from dead
-         cross join jobq_jobs as job on job.id = dead.id
-         where job.token = dead.token and job.leased_by = dead.session",
-    ))
-    .bind(&table)
-    .execute(&mut *connection)
-    .await?;
-    take_out(connection, schema, &table).await
+    Ok(())
 }
 
-/// Tells apart why settlements changed no row.
+pub(super) const DO_BURY: &str = "
+    create temp view jobq_do_bury (id, attempt, crashes, interruptions, reason, error, death)
+    as select null, null, null, null, null, null, null;
+    create temp trigger jobq_do_bury_row instead of insert on jobq_do_bury
+    begin
+        insert or replace into jobq_attempts (job_id, token, attempt, reason, error, worker)
+        select id, token, attempt, new.reason, new.error,
+               coalesce(
+                   (select worker from jobq_sessions where id = job.leased_by),
+                   (select worker from jobq_closed_sessions where id = job.leased_by)
+               )
+        from jobq_jobs as job
+        where id = new.id;
+        insert or replace into jobq_dead (
+            id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
+            max_crashes, priority, queue, kind, error, tags, metadata, payload
+        )
+        select id, token, new.death, created_at, new.attempt, max_attempts, new.interruptions,
+               new.crashes, max_crashes, priority, queue, kind, new.error, tags, metadata, payload
+        from jobq_jobs
+        where id = new.id;
+        delete from jobq_jobs where id = new.id;
+    end;";
+
+/// Tells apart why settlements could not be written.
 async fn second_look(
     connection: &mut SqliteConnection,
     schema: &Schema,
-    written: HashSet<i64>,
-    rest: &[i64],
-) -> sqlx::Result<Seen> {
-    let ids = json(rest);
-    let rows: Vec<(i64, i64, i64, bool)> = sqlx::query_as(sql(
+    rest: &[(i64, i64, i64)],
+) -> sqlx::Result<HashMap<i64, Found>> {
+    if rest.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let rows = sqlx::query(sql(
         schema,
-        "select id, token, leased_by, cancel_requested from jobq_jobs
-         where id in (select value from json_each(?1))",
+        "select value ->> 0 as id,
+                (select token from jobq_jobs where id = value ->> 0) as token,
+                (select leased_by from jobq_jobs where id = value ->> 0) as leased_by,
+                (select cancel_requested from jobq_jobs where id = value ->> 0)
+                    as cancel_requested,
+                coalesce(
+                    (select token from jobq_finished where id = value ->> 0),
+                    (select token from jobq_dead where id = value ->> 0)
+                ) is value ->> 1 as ended,
+                (select reason from jobq_attempts
+                 where job_id = value ->> 0 and token = value ->> 1) is 'crashed' as crashed
+         from json_each(?1)",
     ))
-    .bind(&ids)
-    .fetch_all(&mut *connection)
-    .await?;
-    let ended: Vec<(i64, i64)> = sqlx::query_as(sql(
-        schema,
-        "select id, token from jobq_finished where id in (select value from json_each(?1))
-         union all
-         select id, token from jobq_dead where id in (select value from json_each(?1))",
-    ))
-    .bind(&ids)
-    .fetch_all(&mut *connection)
-    .await?;
-    let crashed: Vec<(i64, i64)> = sqlx::query_as(sql(
-        schema,
-        "select job_id, token from jobq_attempts
-         where job_id in (select value from json_each(?1)) and reason = 'crashed'",
-    ))
-    .bind(&ids)
+    .bind(json(rest))
     .fetch_all(connection)
     .await?;
-    Ok(Seen {
-        written,
-        rows: rows.into_iter().map(|(id, token, by, cancel)| (id, (token, by, cancel))).collect(),
-        ended: ended.into_iter().collect(),
-        crashed: crashed.into_iter().collect(),
-    })
+    rows.iter()
+        .map(|row| {
+            let row_of_job = match get::<Option<i64>>(row, "token")? {
+                Some(token) => Some((token, get(row, "leased_by")?, get(row, "cancel_requested")?)),
+                None => None,
+            };
+            let found =
+                Found { row: row_of_job, ended: get(row, "ended")?, crashed: get(row, "crashed")? };
+            Ok((get(row, "id")?, found))
+        })
+        .collect()
 }
 
 /// Completes a job in its handler's transaction; false when the lease was lost.
@@ -319,94 +352,57 @@ pub(super) async fn complete_on(
     completion: Completion,
     schema: &Schema,
 ) -> Result<bool> {
-    let lease = completion.lease;
-    let retention = micros(completion.retention.min(jobq_core::duration::MAX));
-    let row = Finish(lease.job.0, lease.token.0, lease.session.0, retention, None);
-    let written = finish(connection, schema, &[row], "completed")
+    complete(connection, completion, schema)
         .await
-        .map_err(on_callers("complete a job in your transaction"))?;
-    Ok(!written.is_empty())
+        .map_err(on_callers("complete a job in your transaction"))
 }
 
-/// Moves jobs to the history.
-async fn finish(
+async fn complete(
     connection: &mut SqliteConnection,
+    completion: Completion,
     schema: &Schema,
-    rows: &[Finish],
-    state: &'static str,
-) -> sqlx::Result<Vec<i64>> {
-    let table = json(rows);
-    if rows.iter().any(|row| row.3 > 0) {
+) -> sqlx::Result<bool> {
+    let Completion { lease, retention } = completion;
+    if retention.is_zero() {
         sqlx::query(sql(
             schema,
-            "with done (id, token, session, retention, text) as materialized (
-                 select value ->> 0, value ->> 1, value ->> 2, value ->> 3, value ->> 4
-                 from json_each(?1)
-             )
-             insert or replace into jobq_finished (
+            "delete from jobq_attempts
+             where job_id = ?1
+               and (select 1 from jobq_jobs where id = ?1 and token = ?2 and leased_by = ?3)",
+        ))
+        .bind(lease.job.0)
+        .bind(lease.token.0)
+        .bind(lease.session.0)
+        .execute(&mut *connection)
+        .await?;
+    } else {
+        sqlx::query(sql(
+            schema,
+            "insert or replace into jobq_finished (
                  id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
-                 crashes, max_crashes, priority, queue, kind, reason, result, tags, metadata, payload
+                 crashes, max_crashes, priority, queue, kind, tags, metadata, payload
              )
-             select job.id, job.token, ?2, job.created_at, now_us() + done.retention, job.attempt,
-                    job.max_attempts, job.interruptions, job.crashes, job.max_crashes, job.priority,
-                    job.queue, job.kind,
-                    case when ?2 = 'cancelled' then done.text end,
-                    case when ?2 = 'completed' then done.text end,
-                    job.tags, job.metadata, job.payload
-             from done
-             cross join jobq_jobs as job on job.id = done.id
-             where job.token = done.token and job.leased_by = done.session and done.retention > 0",
+             select id, token, 'completed', created_at, now_us() + ?4, attempt, max_attempts,
+                    interruptions, crashes, max_crashes, priority, queue, kind, tags, metadata,
+                    payload
+             from jobq_jobs
+             where id = ?1 and token = ?2 and leased_by = ?3",
         ))
-        .bind(&table)
-        .bind(state)
+        .bind(lease.job.0)
+        .bind(lease.token.0)
+        .bind(lease.session.0)
+        .bind(storable_micros(retention))
         .execute(&mut *connection)
         .await?;
     }
-    if rows.iter().any(|row| row.3 == 0) {
-        sqlx::query(sql(
-            schema,
-            "with done (id, token, session, retention) as materialized (
-                 select value ->> 0, value ->> 1, value ->> 2, value ->> 3 from json_each(?1)
-             )
-             delete from jobq_attempts
-             where job_id in (
-                 select job.id
-                 from done
-                 cross join jobq_jobs as job on job.id = done.id
-                 where job.token = done.token
-                   and job.leased_by = done.session
-                   and done.retention = 0
-                   and job.token > 1
-             )",
-        ))
-        .bind(&table)
-        .execute(&mut *connection)
-        .await?;
-    }
-    take_out(connection, schema, &table).await
-}
-
-/// Deletes the jobs that a table of settlements has moved elsewhere; returns their ids.
-async fn take_out(
-    connection: &mut SqliteConnection,
-    schema: &Schema,
-    table: &str,
-) -> sqlx::Result<Vec<i64>> {
-    sqlx::query_scalar(sql(
+    let gone = sqlx::query(sql(
         schema,
-        "with gone (id, token, session) as materialized (
-             select value ->> 0, value ->> 1, value ->> 2 from json_each(?1)
-         )
-         delete from jobq_jobs
-         where id in (
-             select job.id
-             from gone
-             cross join jobq_jobs as job on job.id = gone.id
-             where job.token = gone.token and job.leased_by = gone.session
-         )
-         returning id",
+        "delete from jobq_jobs where id = ?1 and token = ?2 and leased_by = ?3",
     ))
-    .bind(table)
-    .fetch_all(connection)
-    .await
+    .bind(lease.job.0)
+    .bind(lease.token.0)
+    .bind(lease.session.0)
+    .execute(connection)
+    .await?;
+    Ok(gone.rows_affected() == 1)
 }

@@ -2,9 +2,9 @@
 
 use jobq_migrations::{Dialect, all, needed};
 use sqlx::sqlite::SqliteConnection;
-use sqlx::{AssertSqlSafe, ConnectOptions, Executor};
+use sqlx::{AssertSqlSafe, Executor};
 
-use super::{Error, Result, Schema, SqliteStore, code, sql};
+use super::{Error, Result, Schema, SqliteStore, code, is_busy, sql};
 
 /// The first SQLite whose clock has milliseconds.
 const OLDEST: [u32; 2] = [3, 42];
@@ -46,7 +46,6 @@ impl SqliteStore {
 
     pub(super) async fn check(&self) -> Result<()> {
         let schema = self.schema.clone();
-        // Written nothing, but the lock was taken: the file can be written to.
         let facts = self.write(async move |locked| {
             let (version, journal, file): (String, String, String) = sqlx::query_as(
                 "select sqlite_version(), (select journal_mode from pragma_journal_mode),
@@ -54,7 +53,13 @@ impl SqliteStore {
             )
             .fetch_one(&mut **locked)
             .await?;
-            Ok((version, journal, file, version_on(locked, &schema).await?))
+            let found = version_on(locked, &schema).await?;
+            if found > 0 {
+                // A file that can only be read refuses this; it takes the lock all the same.
+                let nothing = "update jobq_migrations set name = name where version < 0";
+                locked.execute(sql(&schema, nothing)).await?;
+            }
+            Ok((version, journal, file, found))
         });
         let (version, journal, file, found) =
             facts.await.map_err(self.explain("check the database"))?;
@@ -78,15 +83,33 @@ impl SqliteStore {
                 ),
             });
         }
+        self.check_pool().await?;
         if found < needed(Dialect::Sqlite) {
             return Err(Error::Schema { found, needed: needed(Dialect::Sqlite) });
         }
         Ok(())
     }
 
+    /// Fails if the application's connections leave WAL, each for all of them.
+    async fn check_pool(&self) -> Result<()> {
+        let mode = sqlx::query_scalar("select journal_mode from pragma_journal_mode");
+        match mode.fetch_one(&self.pool).await {
+            Ok(mode) if String::as_str(&mode) == "wal" => Ok(()),
+            Err(error) if !is_busy(&error) => {
+                Err(self.explain("use the application's pool")(error))
+            }
+            // Busy: it tried to set another mode, and our connections kept it from that.
+            Ok(_) | Err(_) => Err(Error::Unsupported {
+                problem: "the application's pool sets another journal mode; leave \
+                          `journal_mode` out of its options, or set it to WAL"
+                    .to_owned(),
+            }),
+        }
+    }
+
     /// Names what failed, and the cure where the error has one.
     fn explain(&self, action: &'static str) -> impl FnOnce(sqlx::Error) -> Error {
-        let url = self.options.to_url_lossy().to_string();
+        let url = format!("sqlite:{}", self.options.get_filename().display());
         move |source| match code(&source) {
             // Read-only.
             Some(8) => Error::Unsupported {

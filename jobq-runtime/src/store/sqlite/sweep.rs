@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use jobq_core::job::{JobId, SessionId, Token};
+use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::time::{Timestamp, micros};
 
-use super::claim::{counters, lease, limits};
+use super::claim::{counters, limits};
 use super::{
     Floor, HEARTBEATS_FIRST, HeldJob, Horizon, LiveSession, Shift, SqliteStore, UnleasedJob, get,
     json, sql,
@@ -75,16 +75,15 @@ impl SqliteStore {
     /// sessions get the time to be extended, and are closed only if the lock was to be had
     /// meanwhile; else the next sweep tries again.
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
-        let mut reader = self.reader().await?;
         let expired: Vec<i64> = sqlx::query_scalar(
             self.sql("select id from jobq_sessions where leased_until < now_us()"),
         )
-        .fetch_all(&mut *reader)
+        .fetch_all(&mut *self.reader().await?)
         .await?;
         if !expired.is_empty() {
             tokio::time::sleep(HEARTBEATS_FIRST).await;
             let (schema, expired) = (self.schema.clone(), json(expired));
-            self.write(async move |locked| {
+            let close = self.write(async move |locked| {
                 if locked.waited > HEARTBEATS_FIRST {
                     return Ok(());
                 }
@@ -104,9 +103,10 @@ impl SqliteStore {
                 .execute(&mut **locked)
                 .await?;
                 Ok(())
-            })
-            .await?;
+            });
+            close.await?;
         }
+        let mut reader = self.reader().await?;
         let closed: Vec<i64> =
             sqlx::query_scalar(self.sql("select id from jobq_closed_sessions order by id"))
                 .fetch_all(&mut *reader)
@@ -143,7 +143,11 @@ impl SqliteStore {
         rows.iter()
             .map(|row| {
                 Ok(HeldJob {
-                    lease: lease(row)?,
+                    lease: Lease {
+                        job: JobId(get(row, "id")?),
+                        token: Token(get(row, "token")?),
+                        session: SessionId(get(row, "leased_by")?),
+                    },
                     counters: counters(row)?,
                     limits: limits(row)?,
                     isolated: get::<i64>(row, "isolated")? != 0,
@@ -207,67 +211,76 @@ impl SqliteStore {
         to: Floor,
         limit: u32,
     ) -> sqlx::Result<Vec<UnleasedJob>> {
+        const FIRST: i64 = i64::MIN;
+        const LAST: i64 = i64::MAX;
+        let (from_time, to_time) = (from.run_after.0, to.run_after.0);
+        // A comparison of (run_after, id) uses the index for run_after only, and one insert gives
+        // thousands of jobs the same: so the times at both ends are looked at by themselves.
+        let ranges = if from_time == to_time {
+            vec![(UNLEASED_AT, from_time, from.id, to.id)]
+        } else {
+            vec![
+                (UNLEASED_AT, from_time, from.id, LAST),
+                (UNLEASED_BETWEEN, from_time, to_time, LAST),
+                (UNLEASED_AT, to_time, FIRST, to.id),
+            ]
+        };
         let mut reader = self.reader().await?;
-        let rows = sqlx::query(self.sql(
-            "select id, token, kind, run_after
-             from jobq_jobs
-             where queue = ?1
-               and band = ?2
-               and (run_after, id) > (?3, ?4)
-               and (run_after, id) <= (?5, ?6)
-               and run_after <= now_us()
-               and leased_by = 0
-             order by run_after, id
-             limit ?7",
-        ))
-        .bind(queue)
-        .bind(band)
-        .bind(from.run_after.0)
-        .bind(from.id)
-        .bind(to.run_after.0)
-        .bind(to.id)
-        .bind(i64::from(limit))
-        .fetch_all(&mut *reader)
-        .await?;
-        rows.iter()
-            .map(|row| {
-                Ok(UnleasedJob {
+        let mut jobs = Vec::new();
+        for (text, first, second, third) in ranges {
+            let left = limit.saturating_sub(jobs.len() as u32);
+            let rows = sqlx::query(self.sql(text))
+                .bind(queue)
+                .bind(band)
+                .bind(first)
+                .bind(second)
+                .bind(third)
+                .bind(i64::from(left))
+                .fetch_all(&mut *reader)
+                .await?;
+            for row in &rows {
+                jobs.push(UnleasedJob {
                     id: JobId(get(row, "id")?),
                     token: Token(get(row, "token")?),
                     kind: get(row, "kind")?,
                     run_after: Timestamp(get(row, "run_after")?),
-                })
-            })
-            .collect()
+                });
+            }
+        }
+        Ok(jobs)
     }
 
     pub(super) async fn shift(&self, jobs: &[UnleasedJob], shift: Shift) -> sqlx::Result<u64> {
         let jobs: Vec<(i64, i64)> = jobs.iter().map(|job| (job.id.0, job.token.0)).collect();
         let (schema, jobs) = (self.schema.clone(), json(jobs));
         self.write(async move |locked| {
-            let done = sqlx::query(sql(
+            let ids: Vec<i64> = sqlx::query_scalar(sql(
                 &schema,
-                "with found (id, token) as materialized (
-                     select value ->> 0, value ->> 1 from json_each(?1)
-                 )
-                 update jobq_jobs
-                 set band = case when ?2 then priority else 32767 end,
-                     run_after = case when ?2 then 9223372036854775807 else now_us() end,
-                     wait_reason = case when ?2 then 'kind' end
-                 where id in (
-                     select job.id
-                     from found
-                     cross join jobq_jobs as job on job.id = found.id
-                     where job.token = found.token
-                       and job.leased_by = 0
-                       and job.run_after <= now_us()
+                "select value ->> 0
+                 from json_each(?1)
+                 where (
+                     select 1 from jobq_jobs
+                     where id = value ->> 0
+                       and token = value ->> 1
+                       and leased_by = 0
+                       and run_after <= now_us()
                  )",
             ))
             .bind(jobs)
-            .bind(shift == Shift::Park)
-            .execute(&mut **locked)
+            .fetch_all(&mut **locked)
             .await?;
-            Ok(done.rows_affected())
+            let text = match shift {
+                Shift::Hurry => {
+                    "insert into jobq_do_move
+                     select value, 32767, now_us(), null from json_each(?1)"
+                }
+                Shift::Park => {
+                    "insert into jobq_do_move
+                     select value, null, 9223372036854775807, 'kind' from json_each(?1)"
+                }
+            };
+            sqlx::query(sql(&schema, text)).bind(json(&ids)).execute(&mut **locked).await?;
+            Ok(ids.len() as u64)
         })
         .await
     }
@@ -278,33 +291,47 @@ impl SqliteStore {
         kinds: &[String],
         limit: u32,
     ) -> sqlx::Result<u64> {
-        let (schema, queues, kinds) = (self.schema.clone(), json(queues), json(kinds));
+        let mut reader = self.reader().await?;
         // Every band by itself, for the index to lead to the waiting jobs of each.
-        let bands = json(jobq_core::queue::PRIORITIES.collect::<Vec<i16>>());
+        let parked: Vec<i64> = sqlx::query_scalar(self.sql(
+            "select id
+             from jobq_jobs indexed by jobq_jobs_due
+             where queue in (select value from json_each(?1))
+               and band in (4, 3, 2, 1, 0, -1, -2, -3, -4)
+               and run_after = 9223372036854775807
+               and wait_reason = 'kind'
+               and leased_by = 0
+               and kind in (select value from json_each(?2))
+             limit ?3",
+        ))
+        .bind(json(queues))
+        .bind(json(kinds))
+        .bind(i64::from(limit))
+        .fetch_all(&mut *reader)
+        .await?;
+        drop(reader);
+        if parked.is_empty() {
+            return Ok(0);
+        }
+        let (schema, parked) = (self.schema.clone(), json(parked));
         self.write(async move |locked| {
-            let done = sqlx::query(sql(
+            let ids: Vec<i64> = sqlx::query_scalar(sql(
                 &schema,
-                "update jobq_jobs
-                 set band = priority, run_after = now_us(), wait_reason = null
-                 where id in (
-                     select id
-                     from jobq_jobs
-                     where queue in (select value from json_each(?1))
-                       and band in (select value from json_each(?4))
-                       and run_after = 9223372036854775807
-                       and wait_reason = 'kind'
-                       and leased_by = 0
-                       and kind in (select value from json_each(?2))
-                     limit ?3
-                 )",
+                "select value
+                 from json_each(?1)
+                 where (select wait_reason from jobq_jobs where id = value) = 'kind'",
             ))
-            .bind(queues)
-            .bind(kinds)
-            .bind(i64::from(limit))
-            .bind(bands)
+            .bind(parked)
+            .fetch_all(&mut **locked)
+            .await?;
+            sqlx::query(sql(
+                &schema,
+                "insert into jobq_do_move select value, null, now_us(), null from json_each(?1)",
+            ))
+            .bind(json(&ids))
             .execute(&mut **locked)
             .await?;
-            Ok(done.rows_affected())
+            Ok(ids.len() as u64)
         })
         .await
     }
@@ -312,33 +339,68 @@ impl SqliteStore {
     pub(super) async fn prune(&self, limit: u32) -> sqlx::Result<u64> {
         let schema = self.schema.clone();
         self.write(async move |locked| {
-            let gone: Vec<(i64, bool)> = sqlx::query_as(sql(
+            let ids: Vec<i64> = sqlx::query_scalar(sql(
                 &schema,
-                "delete from jobq_finished
-                 where id in (
-                     select id from jobq_finished
-                     where expires_at <= now_us()
-                     order by expires_at
-                     limit ?1
-                 )
-                 returning id, token > 1 or state = 'cancelled'",
+                "select id
+                 from jobq_finished indexed by jobq_finished_expires
+                 where expires_at <= now_us()
+                 order by expires_at
+                 limit ?1",
             ))
             .bind(i64::from(limit))
             .fetch_all(&mut **locked)
             .await?;
-            let tried: Vec<i64> =
-                gone.iter().filter(|(_, tried)| *tried).map(|(id, _)| *id).collect();
-            if !tried.is_empty() {
-                sqlx::query(sql(
-                    &schema,
-                    "delete from jobq_attempts where job_id in (select value from json_each(?1))",
-                ))
-                .bind(json(tried))
+            sqlx::query(sql(&schema, "insert into jobq_do_prune select value from json_each(?1)"))
+                .bind(json(&ids))
                 .execute(&mut **locked)
                 .await?;
-            }
-            Ok(gone.len() as u64)
+            Ok(ids.len() as u64)
         })
         .await
     }
 }
+
+macro_rules! unleased {
+    ($range:literal) => {
+        concat!(
+            "select id, token, kind, run_after
+             from jobq_jobs indexed by jobq_jobs_due
+             where queue = ?1
+               and band = ?2
+               and ",
+            $range,
+            "
+               and run_after <= now_us()
+               and leased_by = 0
+             order by run_after, id
+             limit ?6"
+        )
+    };
+}
+
+/// Of one time, after one id and up to another.
+const UNLEASED_AT: &str = unleased!("run_after = ?3 and id > ?4 and id <= ?5");
+/// After one time and before another.
+const UNLEASED_BETWEEN: &str = unleased!("run_after > ?3 and run_after < ?4");
+
+/// Puts a job elsewhere in its queue; without a band, in that of its priority.
+pub(super) const DO_MOVE: &str = "
+    create temp view jobq_do_move (id, band, run_after, wait_reason)
+    as select null, null, null, null;
+    create temp trigger jobq_do_move_row instead of insert on jobq_do_move
+    begin
+        update jobq_jobs
+        set band = coalesce(new.band, priority),
+            run_after = new.run_after,
+            wait_reason = new.wait_reason
+        where id = new.id;
+    end;";
+
+/// Forgets a finished job.
+pub(super) const DO_PRUNE: &str = "
+    create temp view jobq_do_prune (id) as select null;
+    create temp trigger jobq_do_prune_row instead of insert on jobq_do_prune
+    begin
+        delete from jobq_finished where id = new.id;
+        delete from jobq_attempts where job_id = new.id;
+    end;";

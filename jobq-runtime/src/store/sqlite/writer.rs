@@ -8,13 +8,15 @@
 //!
 //! A caller that drops its future leaves no transaction open: one that has begun ends whole, one
 //! that has not never begins.
+//!
+//! The connection knows a few verbs of ours (see [`super::verbs`]).
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection};
-use sqlx::{Connection, Executor};
+use sqlx::{Connection, Executor, SqlStr};
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 
@@ -31,8 +33,16 @@ pub(super) const ONE_TRY: Duration = Duration::from_millis(100);
 
 /// Starts the thread when it is first needed, and again should it ever die.
 pub(super) struct Writer {
-    options: SqliteConnectOptions,
+    opening: Opening,
     queue: Mutex<Option<mpsc::Sender<Task>>>,
+}
+
+/// How the connection is opened.
+#[derive(Clone)]
+struct Opening {
+    options: SqliteConnectOptions,
+    /// What it is taught.
+    verbs: Vec<SqlStr>,
 }
 
 type Task = Box<dyn FnOnce(&mut Desk) + Send>;
@@ -45,8 +55,9 @@ pub(super) struct Locked {
 }
 
 impl Writer {
-    pub(super) fn new(options: &SqliteConnectOptions) -> Self {
-        Self { options: options.clone().busy_timeout(ONE_TRY), queue: Mutex::new(None) }
+    pub(super) fn new(options: &SqliteConnectOptions, verbs: Vec<SqlStr>) -> Self {
+        let options = options.clone().busy_timeout(ONE_TRY);
+        Self { opening: Opening { options, verbs }, queue: Mutex::new(None) }
     }
 
     /// Does `work` in a transaction that holds the write lock from its beginning.
@@ -77,17 +88,17 @@ impl Writer {
             },
             None => task,
         };
-        let open = queue.insert(start(self.options.clone())?);
+        let open = queue.insert(start(self.opening.clone())?);
         open.send(task).map_err(|_| sqlx::Error::WorkerCrashed)
     }
 }
 
 /// Starts the thread; it ends when its sender is dropped.
-fn start(options: SqliteConnectOptions) -> std::io::Result<mpsc::Sender<Task>> {
+fn start(opening: Opening) -> std::io::Result<mpsc::Sender<Task>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build()?;
     let (sender, tasks) = mpsc::channel::<Task>();
     std::thread::Builder::new().name("jobq-sqlite".to_owned()).spawn(move || {
-        let mut desk = Desk { options, runtime, connection: None };
+        let mut desk = Desk { opening, runtime, connection: None };
         for task in tasks {
             task(&mut desk);
         }
@@ -97,7 +108,7 @@ fn start(options: SqliteConnectOptions) -> std::io::Result<mpsc::Sender<Task>> {
 
 /// What the thread works with.
 struct Desk {
-    options: SqliteConnectOptions,
+    opening: Opening,
     runtime: Runtime,
     /// Opened when first used; outside a transaction. After an error it is not kept: nothing is
     /// known about its state.
@@ -111,10 +122,13 @@ impl Desk {
         patience_ends: Instant,
         wanted: impl Fn() -> bool,
     ) -> sqlx::Result<T> {
-        let Self { options, runtime, connection } = self;
+        let Self { opening, runtime, connection } = self;
         runtime.block_on(async {
-            let mut locked = lock(options, connection, patience_ends, &wanted).await?;
+            let mut locked = lock(opening, connection, patience_ends, &wanted).await?;
             if !wanted() {
+                locked.execute("rollback").await?;
+                *connection = Some(locked.connection);
+                // Nobody hears it.
                 return Err(sqlx::Error::WorkerCrashed);
             }
             let done = work(&mut locked).await?;
@@ -127,14 +141,14 @@ impl Desk {
 
 /// Begins a transaction that holds the write lock.
 async fn lock(
-    options: &SqliteConnectOptions,
+    opening: &Opening,
     idle: &mut Option<SqliteConnection>,
     patience_ends: Instant,
     wanted: impl Fn() -> bool,
 ) -> sqlx::Result<Locked> {
     let asked = Instant::now();
     loop {
-        match begin(options, idle).await {
+        match begin(opening, idle).await {
             Ok(connection) => return Ok(Locked { connection, waited: asked.elapsed() }),
             Err(error) if is_busy(&error) && Instant::now() < patience_ends && wanted() => {
                 tokio::time::sleep(Duration::from_millis(5).mul_f64(rand::random())).await;
@@ -144,13 +158,23 @@ async fn lock(
     }
 }
 
+impl Opening {
+    async fn connect(&self) -> sqlx::Result<SqliteConnection> {
+        let mut connection = SqliteConnection::connect_with(&self.options).await?;
+        for verb in &self.verbs {
+            connection.execute(verb.clone()).await?;
+        }
+        Ok(connection)
+    }
+}
+
 async fn begin(
-    options: &SqliteConnectOptions,
+    opening: &Opening,
     idle: &mut Option<SqliteConnection>,
 ) -> sqlx::Result<SqliteConnection> {
     let mut connection = match idle.take() {
         Some(connection) => connection,
-        None => SqliteConnection::connect_with(options).await?,
+        None => opening.connect().await?,
     };
     match connection.execute("begin immediate").await {
         Ok(_) => Ok(connection),
