@@ -389,6 +389,7 @@ mod tests {
     }
 
     #[derive(Serialize, Deserialize, PartialEq, Debug)]
+    #[allow(clippy::option_option, reason = "it is an edge case of payloads")]
     struct Matrix {
         unit: (),
         none: Option<u8>,
@@ -418,7 +419,7 @@ mod tests {
             u64_: u64::MAX,
             u128_: u128::MAX,
             i128_: i128::MIN,
-            floats: vec![f64::MAX, f64::MIN_POSITIVE, 5e-324, 0.1 + 0.2, 1.7976931348623155e308],
+            floats: vec![f64::MAX, f64::MIN_POSITIVE, 5e-324, 0.1 + 0.2, 1.797_693_134_862_315_5e308],
             single: 0.1,
             text: "\0 \u{1f980} \" \\ \u{202e} é".to_owned(),
             letter: '\u{10ffff}',

@@ -11,6 +11,7 @@ use std::time::Duration;
 use jobq_core::lifecycle::{self, Transition};
 use jobq_core::outcome::{AttemptReason, Outcome};
 use jobq_core::text::storable;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
@@ -139,7 +140,7 @@ async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<
         schema: Some(worker.store.schema().clone()),
     };
     let context =
-        JobContext::new(facts, control.cancelled.clone(), Arc::clone(&control.completing));
+        JobContext::new(facts, control.cancelled.child_token(), Arc::clone(&control.completing));
     let states = Arc::clone(&worker.states);
     let call = Call { context: context.clone(), payload: job.payload, states };
     let outcome = watch(def, call, control).await?;
@@ -158,21 +159,18 @@ async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<
         };
         return Some(Settlement { doubtful: true, ..settlement(decide(outcome)) });
     }
-    Some(settlement(decide(outcome)))
+    Some(Settlement { doubtful: context.completed_in(), ..settlement(decide(outcome)) })
 }
 
 /// Runs the job function until it returns, panics, takes too long, is cancelled or loses its lease.
 async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Outcome> {
+    // Told before it began, for instance because its lease was lost on the way here.
+    if control.ended.is_cancelled() {
+        return (control.verdict() != LOST).then_some(Outcome::Interrupted);
+    }
     let mut handler = match def.handler {
         Handler::Async(function) => Running::Async(guard(function, call)),
-        Handler::Blocking(function) => {
-            // The span is carried over, so that what the function logs is found with its job.
-            let span = tracing::Span::current();
-            Running::Blocking(tokio::task::spawn_blocking(move || {
-                span.in_scope(|| catch_unwind(AssertUnwindSafe(|| function(call))))
-                    .unwrap_or_else(panicked)
-            }))
-        }
+        Handler::Blocking(function) => Running::Blocking(on_a_thread(function, call)),
     };
     let deadline = def.options.timeout.map(|timeout| Instant::now() + timeout);
     let mut timeout = pin!(async {
@@ -224,7 +222,7 @@ async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Ou
 /// A job function that is running.
 enum Running {
     Async(BoxFuture<'static, Outcome>),
-    Blocking(tokio::task::JoinHandle<Outcome>),
+    Blocking(oneshot::Receiver<Outcome>),
     Ended,
 }
 
@@ -232,11 +230,8 @@ impl Running {
     async fn outcome(&mut self) -> Outcome {
         let outcome = match self {
             Self::Async(future) => future.await,
-            Self::Blocking(thread) => match thread.await {
-                Ok(outcome) => outcome,
-                // The function's own panics are caught inside; this is the runtime going away.
-                Err(_) => Outcome::Interrupted,
-            },
+            // A thread that could not be started is not the job's fault.
+            Self::Blocking(thread) => thread.await.unwrap_or(Outcome::Interrupted),
             Self::Ended => std::future::pending().await,
         };
         *self = Self::Ended;
@@ -270,6 +265,28 @@ impl Running {
             Self::Ended => (),
         }
     }
+}
+
+/// Runs a plain function on a thread of its own.
+///
+/// Not on the runtime's pool of blocking threads: that is shared and limited, and a runtime waits
+/// for its threads when it ends, so that one stuck function would keep a stopped process alive.
+fn on_a_thread(function: fn(Call) -> Outcome, call: Call) -> oneshot::Receiver<Outcome> {
+    let (send, outcome) = oneshot::channel();
+    // The span is carried over, so that what the function logs is found with its job; the runtime
+    // too, so that it can call `Handle::current().block_on(..)`.
+    let (span, runtime) = (tracing::Span::current(), tokio::runtime::Handle::current());
+    let name = format!("jobq-{}", call.context.kind());
+    let started = std::thread::Builder::new().name(name).spawn(move || {
+        let _runtime = runtime.enter();
+        let run = AssertUnwindSafe(|| span.in_scope(|| function(call)));
+        // Nobody may be waiting any more.
+        let _ = send.send(catch_unwind(run).unwrap_or_else(panicked));
+    });
+    if let Err(error) = started {
+        tracing::error!(%error, "no thread for a job function");
+    }
+    outcome
 }
 
 /// The function's future, with panics turned into outcomes.

@@ -41,8 +41,11 @@ const ISOLATION_WAIT: Duration = Duration::from_secs(30);
 /// After this long a statement whose reply was lost has ended on the server, one way or the other.
 const REPLY_LOST: Duration = Duration::from_secs(20);
 
+/// The pause before the next claim when a session has expired.
+const EXPIRED_PAUSE: Duration = Duration::from_millis(50);
+
 /// How long a stopping worker waits for the claim that is in flight.
-const LAST_CLAIM: Duration = Duration::from_millis(500);
+const LAST_CLAIM: Duration = Duration::from_millis(250);
 
 /// How the loop is to end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -120,6 +123,7 @@ pub(crate) async fn run(
             Ok(Looked::NoSlot) => tokio::select! {
                 () = stop.cancelled() => {}
                 () = worker.freed.notified() => {}
+                () = claimer.reconcile_is_due() => {}
             },
             Ok(Looked::NothingDue) => {
                 if until == Until::Idle && worker.running_count() == 0 {
@@ -135,9 +139,12 @@ pub(crate) async fn run(
             Err(error) => claimer.failed(&error, stop).await,
         }
     }
-    while let Some(suspect) = claimer.suspects.pop_front() {
-        claimer.give_back(suspect, When::Next).await;
-    }
+    let give_back = async {
+        while let Some(suspect) = claimer.suspects.pop_front() {
+            claimer.give_back(suspect, When::Next).await;
+        }
+    };
+    drop(timeout(LAST_CLAIM, give_back).await);
     if !claimer.reconcile_at.is_empty() {
         claimer.reconcile_at[0] = Instant::now();
         drop(timeout(LAST_CLAIM, claimer.reconcile()).await);
@@ -160,7 +167,14 @@ impl Claimer<'_> {
         if worker.sessions.by_lease().is_none() {
             worker.open_sessions().await?;
         }
-        self.reconcile().await?;
+        if let Err(error) = self.reconcile().await {
+            // Claiming goes on: the jobs of a lost reply wait, all others need not.
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "looking for jobs of a lost claim reply failed; trying again"
+            );
+            self.reconcile_at[0] = Instant::now() + LONGEST_BACKOFF;
+        }
         if std::mem::take(&mut self.restart_floors) {
             let proven = crate::sweep::proven_floors(&*worker.store).await;
             if proven.is_err() {
@@ -197,9 +211,9 @@ impl Claimer<'_> {
         let ended = Instant::now();
         self.backoff = Duration::ZERO;
         if !claimed.sessions_live {
-            for session in sessions.values() {
-                worker.lose_session(*session, "the database says that its lease has expired");
-            }
+            // One of the sessions has expired or was closed. Which, and whether it can still be
+            // extended, the heartbeat finds out.
+            sleep(EXPIRED_PAUSE).await;
             return Ok(Looked::More);
         }
         {
@@ -239,13 +253,14 @@ impl Claimer<'_> {
 
     fn run(&self, job: ClaimedJob, slot: Slot, control: Arc<Control>) {
         let worker = Arc::clone(self.worker);
-        let session = job.lease.session;
+        let (lease, session) = (job.lease, job.lease.session);
         self.running.spawn(async move {
             let attempt = attempt::run(Arc::clone(&worker), job, slot, control);
             if catch_panic(attempt).await.is_err() {
                 // Not the job function, whose panics are outcomes: a fault of ours. Its job must
                 // not stay leased for ever.
                 worker.lose_session(session, "an attempt panicked outside its job function");
+                worker.forget(lease);
             }
         });
     }
@@ -292,8 +307,8 @@ impl Claimer<'_> {
         );
         let Suspect { job, slot, control, .. } = suspect;
         let lease = job.lease;
-        self.run(job, slot, control);
-        while self.worker.holds(lease) {
+        self.run(job, slot, Arc::clone(&control));
+        while self.worker.holds(lease) && !control.is_lost() {
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = self.worker.freed.notified() => {}
@@ -314,6 +329,14 @@ impl Claimer<'_> {
         let settlement = Settlement { lease: job.lease, transition, retention, doubtful: false };
         let span = tracing::info_span!("job", id = job.lease.job.0, kind = %job.kind);
         self.worker.settle(Finished { settlement, control, _slot: slot, span }).await;
+    }
+
+    /// Waits until [`reconcile`](Self::reconcile) is to be called, if ever.
+    async fn reconcile_is_due(&self) {
+        match self.reconcile_at.first() {
+            Some(at) => sleep_until((*at).into()).await,
+            None => std::future::pending().await,
+        }
     }
 
     /// Gives back jobs that the database says this process holds, but that it never heard of: the
@@ -374,7 +397,11 @@ impl Claimer<'_> {
         let idle_since = *self.idle_since.get_or_insert(now);
         if self.poll >= POLL && self.next_due.is_none_or(|due| due <= now) {
             // Only now and then: a timer for the next scheduled job, so that it starts on time.
-            self.next_due = self.look_ahead().await.map(|wait| Instant::now() + wait);
+            tokio::select! {
+                ahead = self.look_ahead() => self.next_due = ahead.map(|wait| Instant::now() + wait),
+                () = stop.cancelled() => return,
+                Ok(()) = wake_ups.pokes.changed() => return self.woken(),
+            }
         }
         let until = match self.next_due {
             Some(due) if due > now => due.min(now + self.poll),

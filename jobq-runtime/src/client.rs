@@ -168,13 +168,10 @@ async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlit
 
     use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 
-    let options = SqliteConnectOptions::from_str(url)
-        .map_err(|error| Error::BadUrl {
-            url: url.to_owned(),
-            problem: format!(
-                "{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""
-            ),
-        })?;
+    let options = SqliteConnectOptions::from_str(url).map_err(|error| Error::BadUrl {
+        url: url.to_owned(),
+        problem: format!("{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""),
+    })?;
     // The file is made if it is missing, unless the URL itself says how to open it.
     let options = if url.contains("mode=") { options } else { options.create_if_missing(true) };
     let pool = SqlitePoolOptions::new().connect_lazy_with(options);
@@ -188,6 +185,10 @@ async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlit
 
 /// A URL fit for messages.
 fn without_password(url: &str) -> String {
+    let (url, query) = url.split_once('?').unwrap_or((url, ""));
+    if query.contains("password") {
+        return without_password(url);
+    }
     let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
     let Some((login, host)) = rest.rsplit_once('@') else { return url.to_owned() };
     let user = login.split(':').next().unwrap_or_default();
@@ -303,9 +304,11 @@ impl Client {
     /// redriven.
     pub async fn redrive(&self, filter: &DeadFilter) -> Result<Vec<JobId>> {
         const BATCH: usize = 1_000;
-        let mut all = Vec::new();
+        let mut all: Vec<JobId> = Vec::new();
         loop {
-            let ids = self.store.redrive(filter, BATCH as u32).await?;
+            // In id order and never back: a job that dies again meanwhile is left for the next call.
+            let after = all.last().copied().unwrap_or(JobId(i64::MIN));
+            let ids = self.store.redrive(filter, after, BATCH as u32).await?;
             let last = ids.len() < BATCH;
             all.extend(ids);
             if last {
@@ -358,5 +361,6 @@ mod tests {
         assert_eq!(without_password("postgres://me:se@cret@db:1/x"), "postgres://me@db:1/x");
         assert_eq!(without_password("postgres://db/x"), "postgres://db/x");
         assert_eq!(without_password("sqlite:jobs.db"), "sqlite:jobs.db");
+        assert_eq!(without_password("postgres://db/x?password=se"), "postgres://db/x");
     }
 }

@@ -107,7 +107,11 @@ async fn beat(worker: &Worker) {
     let mut pulse: Option<Box<dyn Pulse>> = None;
     let mut due: Vec<(i64, Instant)> = Vec::new();
     loop {
-        let sessions = worker.sessions.all_open();
+        let mut sessions = worker.sessions.all_open();
+        // The shortest first, and none waits longer on a broken connection than the shortest can.
+        sessions.sort_by_key(|session| session.lease);
+        let patience = sessions.first().map_or(LONGEST_PAUSE, |first| pause(first.lease));
+        let patience = patience.max(Duration::from_millis(300));
         due.retain(|(id, _)| sessions.iter().any(|session| session.id.0 == *id));
         for session in &sessions {
             if !due.iter().any(|(id, _)| *id == session.id.0) {
@@ -119,7 +123,7 @@ async fn beat(worker: &Worker) {
             if entry.1 > Instant::now() {
                 continue;
             }
-            let next = match extend(worker, session, &mut pulse).await {
+            let next = match extend(worker, session, &mut pulse, patience).await {
                 Beaten::Extended => pause(session.lease),
                 Beaten::TryAgain(wait) => wait,
             };
@@ -140,8 +144,8 @@ async fn extend(
     worker: &Worker,
     session: OpenSession,
     pulse: &mut Option<Box<dyn Pulse>>,
+    patience: Duration,
 ) -> Beaten {
-    let patience = pause(session.lease).max(Duration::from_millis(300));
     let beat = Beat {
         session: session.id.0,
         held: worker.held(session.id),

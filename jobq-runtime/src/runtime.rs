@@ -35,7 +35,7 @@ pub const DEFAULT_SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// After the shutdown timeout: how long job functions may take to notice their cancellation, and
 /// how long what is left may take to be written.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const LAST_WORDS: Duration = Duration::from_millis(300);
 
 /// Outcomes that may wait to be written; each also holds a slot.
 const INBOX: usize = 1_024;
@@ -318,8 +318,14 @@ impl Runtime {
     ) -> Result<Ended> {
         let (registry, queues) = self.plan()?;
         let store = self.client.store();
-        store.check().await?;
-        let proven = sweep::proven_floors(&*store).await?;
+        let check = async {
+            store.check().await?;
+            sweep::proven_floors(&*store).await
+        };
+        let proven = tokio::select! {
+            proven = check => proven?,
+            () = stop.cancelled() => return Ok(Ended::default()),
+        };
         let (to_settler, finished) = mpsc::channel(INBOX);
         let worker = Arc::new(Worker::new(
             self.name,
@@ -330,7 +336,10 @@ impl Runtime {
             Floors::new(proven, Instant::now()),
             to_settler,
         ));
-        worker.open_sessions().await?;
+        tokio::select! {
+            opened = worker.open_sessions() => opened?,
+            () = stop.cancelled() => return Ok(Ended::default()),
+        }
         // Dropped with this future: what runs then must not go on under a lease nobody extends.
         let _abandon = Abandon(Arc::clone(&worker));
         let heartbeat =
@@ -564,6 +573,9 @@ fn listen(
     (child.drop_guard(), sent)
 }
 
+/// After this much silence the connection for wake-ups is made anew.
+const DEAF: Duration = Duration::from_secs(120);
+
 async fn forward(store: &dyn Store, send: &mpsc::Sender<WakeUp>) {
     let mut wait = Duration::from_millis(100);
     loop {
@@ -574,10 +586,12 @@ async fn forward(store: &dyn Store, send: &mpsc::Sender<WakeUp>) {
                 // What was sent while nobody listened is met by looking now.
                 wake::poke();
                 loop {
-                    match listener.wait().await {
+                    match timeout(DEAF, listener.wait()).await {
                         // When the claimer is behind, one more hint tells it nothing new.
-                        Ok(wake_up) => drop(send.try_send(wake_up)),
-                        Err(error) => {
+                        Ok(Ok(wake_up)) => drop(send.try_send(wake_up)),
+                        // Silence may be a server that vanished without a word: connect anew.
+                        Err(_) => break,
+                        Ok(Err(error)) => {
                             tracing::warn!(
                                 error = &error as &dyn std::error::Error,
                                 "wake-ups are interrupted; polling goes on"

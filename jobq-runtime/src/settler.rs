@@ -106,7 +106,10 @@ impl Inbox {
 /// Writes what can be written, and leaves the rest in the batch.
 async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> {
     let mut ended = Vec::new();
-    for lost in batch.extract_if(.., |finished| finished.control.is_lost()) {
+    for lost in batch.extract_if(.., |finished| {
+        // What may have been written already is looked up, not given up.
+        finished.control.is_lost() && !finished.settlement.doubtful
+    }) {
         worker.lost(lost.settlement.lease, &lost.span);
         ended.push(lost);
     }

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use jobq_core::job::SessionId;
 use jobq_core::lifecycle;
 use jobq_core::queue::bands;
 use jobq_core::time::Timestamp;
@@ -27,6 +26,9 @@ use crate::worker::Worker;
 
 /// The time between two sweeps; a slow one waits 20 times what it took.
 pub(crate) const EVERY: Duration = Duration::from_secs(3);
+
+/// The longest time between two sweeps: jobs of dead workers wait for them.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// How many jobs one step reads or moves.
 const STEP: u32 = 1_000;
@@ -81,10 +83,16 @@ pub(crate) async fn run(worker: Arc<Worker>) {
     loop {
         sleep(wait).await;
         let started = Instant::now();
-        if let Err(error) = sweep.pass().await {
-            tracing::warn!(error = &error as &dyn std::error::Error, "sweep failed; trying again");
-        }
-        wait = EVERY.max(started.elapsed() * 20);
+        wait = match sweep.pass().await {
+            Ok(()) => (started.elapsed() * 20).clamp(EVERY, LONGEST_WAIT),
+            Err(error) => {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "sweep failed; trying again"
+                );
+                EVERY
+            }
+        };
     }
 }
 
@@ -146,9 +154,8 @@ pub(crate) async fn rescue(store: &dyn Store, orphans: bool) -> Result<u64> {
         rescued += written;
         if written == 0 {
             // Held locked by somebody, such as a handler's open transaction, or settled by another
-            // process meanwhile. Their sessions stay closed; the next pass looks again.
-            let held: HashSet<SessionId> = abandoned.iter().map(|job| job.lease.session).collect();
-            closed.retain(|session| !held.contains(session));
+            // process meanwhile. The sessions stay closed; the next pass looks again.
+            closed.clear();
             break;
         }
     }

@@ -195,7 +195,12 @@ impl Worker {
             self.sessions.open(lease, session.id, before + lease);
         }
         // Jobs that waited for somebody to know their kind; the sweep does the rest.
-        self.store.unpark(&queues, &kinds, 1_000).await?;
+        if let Err(error) = self.store.unpark(&queues, &kinds, 1_000).await {
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "parked jobs were not woken; the sweep will"
+            );
+        }
         Ok(())
     }
 }

@@ -38,6 +38,9 @@ create table jobq.jobs (
 
 create index jobs_due on jobq.jobs (queue, band desc, run_after, id);
 
+-- Jobs that wait for somebody to know their kind.
+create index jobs_parked on jobq.jobs (queue, kind, id) where wait_reason = 'kind';
+
 -- Who may hold jobs, and until when: one row per process and lease length.
 create table jobq.sessions (
     id bigint primary key,

@@ -15,7 +15,11 @@ pub(crate) struct Statement {
     text: &'static str,
 }
 
-pub(crate) const fn statement(name: &'static str, types: &'static str, text: &'static str) -> Statement {
+pub(crate) const fn statement(
+    name: &'static str,
+    types: &'static str,
+    text: &'static str,
+) -> Statement {
     Statement { name, types, text }
 }
 
@@ -109,4 +113,3 @@ fn visit(node: &Value, seen: &mut impl FnMut(&Value)) {
         visit(child, seen);
     }
 }
-

@@ -19,8 +19,6 @@ mod payloads;
 #[cfg(feature = "postgres")]
 mod plans;
 mod proof;
-#[cfg(feature = "sqlite")]
-mod query_plans;
 mod rescue;
 mod rows;
 mod sample;
@@ -285,6 +283,4 @@ on_sqlite_only! {
         s5_a_file_that_can_only_be_read_is_refused_with_the_cure
         s5_a_file_that_is_no_database_is_refused
         s5_a_missing_file_is_made;
-    query_plans:
-        d3_a_claim_uses_the_due_index_and_sorts_nothing;
 }

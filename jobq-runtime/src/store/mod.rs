@@ -212,10 +212,12 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// Asks for a job to be cancelled.
     fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>>;
 
-    /// Makes dead jobs that match, or one dead or cancelled job, pending again; up to `limit`.
+    /// Makes dead jobs that match, or one dead or cancelled job, pending again: up to `limit` of
+    /// those with an id above `after`, in id order.
     fn redrive<'a>(
         &'a self,
         filter: &'a DeadFilter,
+        after: JobId,
         limit: u32,
     ) -> BoxFuture<'a, Result<Vec<JobId>>>;
 

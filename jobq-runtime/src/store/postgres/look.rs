@@ -163,7 +163,8 @@ impl PostgresStore {
     }
 
     pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<CancelReply> {
-        let mut connection = self.own().await?;
+        // The application's connection: it may wait for a handler's transaction, the runtime must not.
+        let mut connection = self.shared().await?;
         let reply = loop {
             let (cancelled, requested, seen): (i64, i64, i64) = sqlx::query_as(self.sql(
                 "with target as materialized (
@@ -230,6 +231,7 @@ impl PostgresStore {
     pub(super) async fn redrive(
         &self,
         filter: &DeadFilter,
+        after: JobId,
         limit: u32,
     ) -> sqlx::Result<Vec<JobId>> {
         let mut connection = self.own().await?;
@@ -261,7 +263,7 @@ impl PostgresStore {
              on conflict (id) do nothing
              returning id",
         ))
-        .bind(filter.id.map_or(i64::MIN, |id| id.0))
+        .bind(filter.id.map_or(after.0.saturating_add(1), |id| id.0))
         .bind(filter.id.map_or(i64::MAX, |id| id.0))
         .bind(&filter.queue)
         .bind(&filter.kind)

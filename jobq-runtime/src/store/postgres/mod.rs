@@ -264,9 +264,7 @@ impl Store for PostgresStore {
     }
 
     fn held(&self, session: SessionId) -> BoxFuture<'_, Result<Vec<HeldJob>>> {
-        Box::pin(within("list a session's jobs", async move {
-            self.abandoned(&[session], false, u32::MAX).await
-        }))
+        Box::pin(async move { self.abandoned(&[session], false, u32::MAX).await })
     }
 
     fn isolate(&self, lease: Lease) -> BoxFuture<'_, Result<bool>> {
@@ -309,7 +307,7 @@ impl Store for PostgresStore {
         orphans: bool,
         limit: u32,
     ) -> BoxFuture<'a, Result<Vec<HeldJob>>> {
-        Box::pin(within("find abandoned jobs", self.abandoned(closed, orphans, limit)))
+        Box::pin(self.abandoned(closed, orphans, limit))
     }
 
     fn forget_sessions<'a>(&'a self, closed: &'a [SessionId]) -> BoxFuture<'a, Result<()>> {
@@ -375,9 +373,10 @@ impl Store for PostgresStore {
     fn redrive<'a>(
         &'a self,
         filter: &'a DeadFilter,
+        after: JobId,
         limit: u32,
     ) -> BoxFuture<'a, Result<Vec<JobId>>> {
-        Box::pin(within("redrive jobs", self.redrive(filter, limit)))
+        Box::pin(within("redrive jobs", self.redrive(filter, after, limit)))
     }
 
     fn listen(&self) -> BoxFuture<'_, Result<Option<Box<dyn Listener>>>> {

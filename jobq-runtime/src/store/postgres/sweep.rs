@@ -5,9 +5,12 @@ use std::time::Duration;
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::time::micros;
 use sqlx::Row;
+use sqlx::postgres::PgRow;
 
 use super::claim::{counters, limits};
-use super::{Floor, HeldJob, Horizon, LiveSession, PostgresStore, Shift, Time, UnleasedJob};
+use super::{
+    Floor, HeldJob, Horizon, LiveSession, PostgresStore, Result, Shift, Time, UnleasedJob, within,
+};
 
 impl PostgresStore {
     pub(super) async fn take_duty(
@@ -85,48 +88,65 @@ impl PostgresStore {
         Ok(closed.into_iter().map(SessionId).collect())
     }
 
+    /// No index has `leased_by`: all jobs are read, page by page, so that no statement runs long.
     pub(super) async fn abandoned(
         &self,
         closed: &[SessionId],
         orphans: bool,
         limit: u32,
-    ) -> sqlx::Result<Vec<HeldJob>> {
+    ) -> Result<Vec<HeldJob>> {
         let closed: Vec<i64> = closed.iter().map(|session| session.0).collect();
+        let mut abandoned = Vec::new();
+        let mut after = i64::MIN;
+        loop {
+            let page = self.abandoned_page(&closed, orphans, after);
+            let (found, last) = within("find abandoned jobs", page).await?;
+            abandoned.extend(found);
+            match last {
+                Some(last) if abandoned.len() < limit as usize => after = last,
+                _ => return Ok(abandoned),
+            }
+        }
+    }
+
+    /// What a page after an id holds, and the last id in it; `None` at the end.
+    async fn abandoned_page(
+        &self,
+        closed: &[i64],
+        orphans: bool,
+        after: i64,
+    ) -> sqlx::Result<(Vec<HeldJob>, Option<i64>)> {
         let mut connection = self.own().await?;
         let rows = sqlx::query(self.sql(
-            "select id, token, leased_by, attempt, crashes, interruptions, max_attempts, max_crashes,
-                    isolated, cancel_requested
-             from jobq.jobs as job
-             where leased_by <> 0
+            "with page as materialized (
+                 select id, token, leased_by, attempt, crashes, interruptions, max_attempts,
+                        max_crashes, isolated, cancel_requested
+                 from jobq.jobs
+                 where id > $3
+                 order by id
+                 limit 50000
+             )
+             select page.*, (select max(id) from page) as last
+             from (values (1)) as always (n)
+             left join page on leased_by <> 0
                and (
                    leased_by = any($1)
                    or ($2
-                       and not exists (select from jobq.sessions where id = job.leased_by)
-                       and not exists (select from jobq.closed_sessions where id = job.leased_by))
-               )
-             limit $3",
+                       and not exists (select from jobq.sessions where id = page.leased_by)
+                       and not exists (select from jobq.closed_sessions where id = page.leased_by))
+               )",
         ))
         .bind(closed)
         .bind(orphans)
-        .bind(i64::from(limit))
+        .bind(after)
         .fetch_all(&mut *connection)
         .await?;
         connection.hand_back();
-        rows.iter()
-            .map(|row| {
-                Ok(HeldJob {
-                    lease: Lease {
-                        job: JobId(row.try_get("id")?),
-                        token: Token(row.try_get("token")?),
-                        session: SessionId(row.try_get("leased_by")?),
-                    },
-                    counters: counters(row)?,
-                    limits: limits(row)?,
-                    isolated: row.try_get("isolated")?,
-                    cancel_requested: row.try_get("cancel_requested")?,
-                })
-            })
-            .collect()
+        let last = rows.first().map(|row| row.try_get("last")).transpose()?.flatten();
+        let found =
+            rows.iter().filter(|row| !matches!(row.try_get::<Option<i64>, _>("id"), Ok(None)));
+        let found = found.map(held_job).collect::<sqlx::Result<Vec<_>>>()?;
+        Ok((found, last))
     }
 
     pub(super) async fn forget_sessions(&self, closed: &[SessionId]) -> sqlx::Result<()> {
@@ -283,17 +303,15 @@ pub(crate) const UNPARK: &str = "
     with held as materialized (
         select job.tid
         from unnest($1::text[]) as wanted (queue)
-        cross join unnest('{4, 3, 2, 1, 0, -1, -2, -3, -4}'::int2[]) as band (band)
+        cross join unnest($2::text[]) as known (kind)
         cross join lateral (
             select ctid as tid
             from jobq.jobs
             where queue = wanted.queue
-              and band = band.band
-              and run_after = 'infinity'
+              and kind = known.kind
               and wait_reason = 'kind'
               and leased_by = 0
-              and kind = any($2)
-            order by run_after, id
+            order by id
             limit $3
             for no key update skip locked
         ) as job
@@ -303,6 +321,20 @@ pub(crate) const UNPARK: &str = "
     set band = priority, run_after = clock_timestamp(), wait_reason = null
     from held
     where job.ctid = held.tid";
+
+fn held_job(row: &PgRow) -> sqlx::Result<HeldJob> {
+    Ok(HeldJob {
+        lease: Lease {
+            job: JobId(row.try_get("id")?),
+            token: Token(row.try_get("token")?),
+            session: SessionId(row.try_get("leased_by")?),
+        },
+        counters: counters(row)?,
+        limits: limits(row)?,
+        isolated: row.try_get("isolated")?,
+        cancel_requested: row.try_get("cancel_requested")?,
+    })
+}
 
 pub(crate) const PRUNE: &str = "
     with expired as materialized (

@@ -218,6 +218,7 @@ impl SqliteStore {
     pub(super) async fn redrive(
         &self,
         filter: &DeadFilter,
+        after: JobId,
         limit: u32,
     ) -> sqlx::Result<Vec<JobId>> {
         let (schema, filter) = (self.schema.clone(), filter.clone());
@@ -229,6 +230,7 @@ impl SqliteStore {
                 .bind(filter.kind)
                 .bind(filter.reason.map(DeathReason::as_str))
                 .bind(i64::from(limit))
+                .bind(after.0)
                 .fetch_all(&mut **locked)
                 .await?;
             if let (Some(id), true) = (filter.id, ids.is_empty()) {
@@ -294,6 +296,7 @@ macro_rules! redrivable {
                and (?3 is null or kind = ?3)
                and (?4 is null or reason = ?4)
                and (select 1 from jobq_jobs where id = dead.id) is null
+               and id > ?6
              order by id
              limit ?5"
         )

@@ -397,9 +397,10 @@ impl Store for SqliteStore {
     fn redrive<'a>(
         &'a self,
         filter: &'a DeadFilter,
+        after: JobId,
         limit: u32,
     ) -> BoxFuture<'a, Result<Vec<JobId>>> {
-        Box::pin(within("redrive jobs", self.redrive(filter, limit)))
+        Box::pin(within("redrive jobs", self.redrive(filter, after, limit)))
     }
 
     /// SQLite sends nothing between processes; inside one, an enqueue pokes.
