@@ -53,7 +53,7 @@ pub(super) async fn s5_a_database_in_memory_is_refused_with_the_cure(bed: Bed) {
     }
 }
 
-pub(super) async fn d3_the_file_is_in_wal_mode_whatever_the_pool_says(bed: Bed) {
+pub(super) async fn d3_a_pool_that_undoes_wal_mode_is_refused_with_the_cure(bed: Bed) {
     use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions};
 
     let options = SqliteConnectOptions::new()
@@ -63,8 +63,8 @@ pub(super) async fn d3_the_file_is_in_wal_mode_whatever_the_pool_says(bed: Bed) 
     let pool = SqlitePoolOptions::new().connect_lazy_with(options);
     let client = crate::ClientOptions::new().sqlite(pool).expect("a file can be used");
     client.migrate().await.expect("the tables can be made");
-    client.check().await.expect("it is WAL by now");
-    plain().enqueue(&client).await.expect("enqueues");
+    let error = client.check().await.expect_err("the pool would set it back");
+    assert!(error.to_string().contains("journal_mode"), "{error}");
 }
 
 /// Two pools as two processes: each commit of one is seen by the other, and none is refused.

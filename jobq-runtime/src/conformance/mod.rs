@@ -276,7 +276,7 @@ on_postgres_only! {
 
 on_sqlite_only! {
     files:
-        d3_the_file_is_in_wal_mode_whatever_the_pool_says
+        d3_a_pool_that_undoes_wal_mode_is_refused_with_the_cure
         d3_two_processes_share_the_file
         s5_a_database_in_memory_is_refused_with_the_cure
         s5_a_file_in_a_missing_folder_is_named_with_the_cure

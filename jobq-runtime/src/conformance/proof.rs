@@ -12,25 +12,26 @@ use crate::sweep::{DUTY, Notes, proven_floors};
 
 const SPAN: std::time::Duration = std::time::Duration::from_secs(9);
 
-/// Lets the time pass that a proof needs: the mark becomes older, nothing else.
-fn let_time_pass(notes: &mut Notes) {
+/// Lets the time pass that a proof needs: the mark is three seconds old, and nothing else changes.
+async fn let_time_pass(bed: &Bed, notes: &mut Notes) {
+    let now = bed.now().await;
     if let Some((time, _)) = &mut notes.mark {
-        *time -= 5_000_000;
+        *time = (*time).min(now - 3_000_000);
     }
 }
 
 /// Passes until something is proved: that waits for every transaction of the server to end, those
 /// of other cases included.
-async fn pass_until_proved(bed: &Bed, worker: &Worker<'_>, notes: &mut Notes) {
+async fn pass_until_proved(bed: &Bed, workers: &[&Worker<'_>], notes: &mut Notes) {
     let before = notes.proven;
     let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
     while notes.proven == before {
         assert!(std::time::Instant::now() < end, "nothing was ever proved: {notes:?}");
-        publish(bed, worker, at(bed, 0).await).await;
-        pass(bed, notes).await;
-        if notes.proven == before {
-            let_time_pass(notes);
+        let_time_pass(bed, notes).await;
+        for worker in workers {
+            publish(bed, worker, at(bed, 0).await).await;
         }
+        pass(bed, notes).await;
     }
 }
 
@@ -78,14 +79,14 @@ pub(super) async fn e1_a_proven_floor_has_no_pending_job_below_it(bed: Bed) {
             let now = now.expect("no band is forgotten");
             assert!(now.floor >= known.floor, "a floor never goes back by itself");
         }
-        let_time_pass(&mut notes);
+        let_time_pass(&bed, &mut notes).await;
         for job in worker.claim(2).await {
             bed.settle(job.lease, failed(job.counters, std::time::Duration::ZERO)).await;
         }
         assert_sound(&bed, &notes).await;
     }
     let before = notes.floors.clone();
-    pass_until_proved(&bed, &worker, &mut notes).await;
+    pass_until_proved(&bed, &[&worker, &slow], &mut notes).await;
     assert!(notes.floors.iter().zip(&before).any(|(now, before)| now.floor > before.floor));
     assert_sound(&bed, &notes).await;
 }
@@ -94,7 +95,7 @@ pub(super) async fn e1_a_worker_begins_where_nothing_is_left_behind(bed: Bed) {
     let worker = bed.session(LEASE, &["k"]).await;
     assert!(proven_floors(&*bed.store).await.expect("reads").is_empty());
     let mut notes = Notes::default();
-    pass_until_proved(&bed, &worker, &mut notes).await;
+    pass_until_proved(&bed, &[&worker], &mut notes).await;
     assert!(bed.store.take_duty(DUTY, worker.id, SPAN).await.expect("takes").is_some());
     let text = serde_json::to_string(&notes).expect("JSON");
     bed.store.note_duty(DUTY, worker.id, &text).await.expect("notes");
@@ -112,7 +113,7 @@ pub(super) async fn e1_a_worker_begins_where_nothing_is_left_behind(bed: Bed) {
 pub(super) async fn e1_when_the_clock_steps_back_everything_is_looked_through(bed: Bed) {
     let worker = bed.session(LEASE, &["k"]).await;
     let mut before = Notes::default();
-    pass_until_proved(&bed, &worker, &mut before).await;
+    pass_until_proved(&bed, &[&worker], &mut before).await;
     let hour = bed.now().await + 3_600_000_000;
     let far = at(&bed, 3_600).await;
     let mut ahead = before.clone();
@@ -167,12 +168,12 @@ pub(super) async fn e1_nothing_is_proved_while_an_older_transaction_is_open(bed:
         for _ in 0..4 {
             publish(&bed, &worker, at(&bed, 0).await).await;
             pass(&bed, &mut notes).await;
-            let_time_pass(&mut notes);
+            let_time_pass(&bed, &mut notes).await;
             assert!(notes.proven.is_none_or(|proven| proven < begun));
         }
         slow.commit().await.expect("commits");
         assert_sound(&bed, &notes).await;
-        pass_until_proved(&bed, &worker, &mut notes).await;
+        pass_until_proved(&bed, &[&worker], &mut notes).await;
         assert_sound(&bed, &notes).await;
         assert_eq!(worker.claim_one().await.lease.job, id);
     });

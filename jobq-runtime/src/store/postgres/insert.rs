@@ -220,7 +220,7 @@ macro_rules! insert_statement {
                  select setval('jobq.wake_gate', (extract(epoch from clock_timestamp()) * 1000)::int8)
                  from jobq.wake_gate
                  where (extract(epoch from clock_timestamp()) * 1000)::int8
-                       not between last_value and last_value + 10
+                       not between last_value - 100000 and last_value + 10
              ),
              woken as materialized (
                  select pg_notify($11, band || ',' || (extract(epoch from min(run_after)) * 1000000)::int8 || ',' || queue)
