@@ -181,7 +181,7 @@ impl JobContext {
     }
 
     /// Whether [`complete_in`](Self::complete_in) was called and did not report a lost lease.
-    #[cfg_attr(not(feature = "runtime"), allow(dead_code))]
+
     pub(crate) fn completed_in(&self) -> bool {
         self.0.completed_in.load(Ordering::SeqCst)
     }

@@ -128,7 +128,6 @@ pub struct Need {
 pub(crate) struct States(HashMap<TypeId, Box<dyn Any + Send + Sync>>);
 
 impl States {
-    #[cfg_attr(not(feature = "runtime"), allow(dead_code))]
     pub(crate) fn insert<T: Clone + Send + Sync + 'static>(&mut self, value: T) {
         self.0.insert(TypeId::of::<T>(), Box::new(value));
     }
@@ -137,7 +136,6 @@ impl States {
         self.0.get(&TypeId::of::<T>())?.downcast_ref::<T>().cloned()
     }
 
-    #[cfg_attr(not(feature = "runtime"), allow(dead_code))]
     pub(crate) fn has(&self, need: Need) -> bool {
         self.0.contains_key(&need.id)
     }

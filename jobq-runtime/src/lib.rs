@@ -4,6 +4,12 @@
 //! Everything that waits is here; what decides is in `jobq-core`; SQL exists only in the store
 //! modules.
 
+// What only the runtime or only a database uses is not worth a switch of its own.
+#![cfg_attr(
+    not(all(feature = "runtime", any(feature = "postgres", feature = "sqlite"))),
+    allow(dead_code, unused_variables, unused_imports)
+)]
+
 #[cfg(feature = "runtime")]
 mod attempt;
 #[cfg(feature = "runtime")]

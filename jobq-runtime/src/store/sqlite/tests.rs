@@ -610,7 +610,10 @@ async fn plans_do_not_depend_on_statistics() {
         taken("cancelling").await;
         assert_eq!(store.redrive(&DeadFilter::id(id), JobId(0), 1).await.expect("no error"), [id]);
         taken("redriving").await;
-        assert_eq!(store.redrive(&DeadFilter::all(), JobId(0), 10).await.expect("no error").len(), 10);
+        assert_eq!(
+            store.redrive(&DeadFilter::all(), JobId(0), 10).await.expect("no error").len(),
+            10
+        );
         taken("redriving").await;
     }
 }
