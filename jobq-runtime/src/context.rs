@@ -181,7 +181,6 @@ impl JobContext {
     }
 
     /// Whether [`complete_in`](Self::complete_in) was called and did not report a lost lease.
-
     pub(crate) fn completed_in(&self) -> bool {
         self.0.completed_in.load(Ordering::SeqCst)
     }

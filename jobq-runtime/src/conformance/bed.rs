@@ -193,7 +193,7 @@ impl Bed {
     }
 
     /// The SQL for a time that many seconds from now, as it is stored.
-    pub(crate) fn from_now(&self, seconds: i64) -> String {
+    pub(crate) fn seconds_away(&self, seconds: i64) -> String {
         if self.is_sqlite() {
             format!("({} + {seconds} * 1000000)", jobq_migrations::SQLITE_NOW)
         } else {
@@ -212,7 +212,7 @@ impl Bed {
 
     /// The database's time in microseconds.
     pub(crate) async fn now(&self) -> i64 {
-        self.number(&format!("select {}", self.micros(&self.from_now(0)))).await
+        self.number(&format!("select {}", self.micros(&self.seconds_away(0)))).await
     }
 
     /// A statement's text for sqlx.
@@ -286,7 +286,7 @@ impl Bed {
 
     /// Lets a session's lease run out.
     pub(crate) async fn expire(&self, session: SessionId) {
-        let past = self.from_now(-1);
+        let past = self.seconds_away(-1);
         let done = self
             .execute(&format!(
                 "update jobq.sessions set leased_until = {past} where id = {session}"
@@ -327,7 +327,7 @@ impl Bed {
 
     /// Lets a pending job's time come.
     pub(crate) async fn make_due(&self, job: JobId) {
-        let past = self.from_now(-1);
+        let past = self.seconds_away(-1);
         self.execute(&format!("update jobq.jobs set run_after = {past} where id = {job}")).await;
     }
 }

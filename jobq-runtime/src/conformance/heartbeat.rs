@@ -22,7 +22,7 @@ fn extended() -> BeatReply {
 
 pub(super) async fn f4_a_heartbeat_extends_the_session_by_its_lease(bed: Bed) {
     let worker = bed.session(LEASE, &["k"]).await;
-    let until = bed.from_now(1);
+    let until = bed.seconds_away(1);
     bed.execute(&format!("update jobq.sessions set leased_until = {until}")).await;
     let before = bed.now().await;
     assert_eq!(beat(&bed, worker.id, &[]).await, extended());

@@ -33,7 +33,7 @@ pub(super) async fn publish(bed: &Bed, worker: &Worker<'_>, floor: Floor) {
 
 /// Makes jobs look as if their transaction had taken that long to commit.
 async fn commit_late(bed: &Bed, jobs: &[JobId], seconds: i64) {
-    let past = bed.from_now(-seconds);
+    let past = bed.seconds_away(-seconds);
     for id in jobs {
         bed.execute(&format!("update jobq.jobs set run_after = {past} where id = {id}")).await;
     }
@@ -101,7 +101,7 @@ pub(super) async fn e1_no_floor_however_wrong_loses_a_job(bed: Bed) {
         });
         let ids = bed.enqueue(jobs.collect()).await;
         commit_late(&bed, &ids[..40], 30).await;
-        let later = bed.from_now(3600);
+        let later = bed.seconds_away(3600);
         for id in &ids[45..] {
             bed.execute(&format!("update jobq.jobs set run_after = {later} where id = {id}")).await;
         }
@@ -127,7 +127,7 @@ pub(super) async fn r5_a_kind_that_no_worker_knows_is_parked_until_one_does(bed:
     let mut stranger = job("stranger");
     stranger.priority = 2;
     let ids = bed.enqueue(vec![stranger.clone(), stranger, job("k")]).await;
-    let later = bed.from_now(3600);
+    let later = bed.seconds_away(3600);
     bed.execute(&format!("update jobq.jobs set run_after = {later} where id = {}", ids[1])).await;
     publish(&bed, &worker, at(&bed, 1).await).await;
     let mut notes = Notes::default();
@@ -196,7 +196,7 @@ pub(super) async fn r5_a_kind_whose_workers_have_not_come_there_yet_is_left_alon
 pub(super) async fn e1_tens_of_thousands_of_late_jobs_are_found_in_two_passes(bed: Bed) {
     let worker = bed.session(LEASE, &["k"]).await;
     bed.enqueue((0..21_500).map(|_| job("k")).collect()).await;
-    let past = bed.from_now(-60);
+    let past = bed.seconds_away(-60);
     bed.execute(&format!("update jobq.jobs set run_after = {past}")).await;
     publish(&bed, &worker, at(&bed, -5).await).await;
     let mut notes = Notes::default();
@@ -216,7 +216,7 @@ pub(super) async fn e1_a_late_job_that_was_claimed_meanwhile_is_left_alone(bed: 
     let worker = bed.session(LEASE, &["k"]).await;
     let jobs = worker.claim(2).await;
     bed.settle(jobs[1].lease, super::settle::snoozed(jobs[1].counters)).await;
-    let later = bed.from_now(60);
+    let later = bed.seconds_away(60);
     bed.execute(&format!("update jobq.jobs set run_after = {later} where id = {}", ids[2])).await;
     let mut before = Vec::new();
     for id in &ids[..3] {
@@ -234,7 +234,7 @@ pub(super) async fn e1_a_late_job_that_was_claimed_meanwhile_is_left_alone(bed: 
 
 pub(super) async fn e1_what_is_looked_through_has_two_ends(bed: Bed) {
     let ids = bed.enqueue((0..6).map(|_| job("k")).collect()).await;
-    let same = bed.from_now(-10);
+    let same = bed.seconds_away(-10);
     bed.execute(&format!("update jobq.jobs set run_after = {same}")).await;
     // One statement may stamp its rows one by one.
     let time = bed.job_row(ids[0]).await.number("run_after");
@@ -272,8 +272,11 @@ pub(super) async fn e1_a_cursor_meets_what_commits_a_moment_late(bed: Bed) {
     let mut floors = Floors::new(Vec::new(), Instant::now());
     drain(&worker, &mut floors).await;
     let id = bed.one().await;
-    bed.execute(&format!("update jobq.jobs set run_after = {} where id = {id}", bed.from_now(-1)))
-        .await;
+    bed.execute(&format!(
+        "update jobq.jobs set run_after = {} where id = {id}",
+        bed.seconds_away(-1)
+    ))
+    .await;
     let now = Instant::now();
     let far = floors.claim("default", 1, true, now + Duration::from_millis(1));
     let mut claim = worker.asking("default", 1, Floor::START);

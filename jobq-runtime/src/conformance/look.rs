@@ -11,6 +11,7 @@ use super::settle::{buried, cancelled, completed, failed, record, snoozed};
 use super::wait::join_all;
 use super::worker::{job, settlement};
 use crate::error::Error;
+use crate::job::CheckedJob;
 use crate::store::{CancelReply, ClaimedJob, DeadFilter, JobInfo, Lookup, QueueCount, Settlement};
 
 async fn look(bed: &Bed, id: JobId) -> JobInfo {
@@ -25,8 +26,7 @@ async fn claim(bed: &Bed) -> ClaimedJob {
 }
 
 pub(super) async fn m3_a_job_can_be_looked_up_in_every_state(bed: Bed) {
-    let mut new = job("k");
-    new.payload = r#"{"n":1}"#.to_owned();
+    let new = CheckedJob { payload: r#"{"n":1}"#.to_owned(), ..job("k") };
     let id = bed.enqueue(vec![new]).await[0];
     let pending = look(&bed, id).await;
     assert_eq!((pending.id, pending.state), (id, JobState::Pending));
@@ -286,7 +286,7 @@ pub(super) async fn s3_each_job_is_cancelled_as_its_state_allows(bed: Bed) {
     assert_eq!(again, CancelReply::AlreadyFinal(JobState::Cancelled));
 
     let scheduled = bed.one().await;
-    let later = bed.from_now(3600);
+    let later = bed.seconds_away(3600);
     bed.execute(&format!("update jobq.jobs set run_after = {later}")).await;
     assert_eq!(cancel(scheduled).await.expect("cancels"), CancelReply::Cancelled);
 

@@ -20,6 +20,7 @@ enum Shape {
 struct Matrix {
     unit: (),
     none: Option<u8>,
+    #[allow(clippy::option_option, reason = "somebody will")]
     some: Option<Option<u8>>,
     shape: Shape,
     i64s: [i64; 2],

@@ -207,6 +207,8 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
     assert_each_reads_little(when, &mut planned_with_stale_statistics, 301).await;
 }
 
+type Case<'c> = (&'c str, String, &'c [(&'c str, f64)], f64);
+
 /// Runs each statement for 50 jobs of their own, counted from `first`.
 async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
     let guard =
@@ -217,7 +219,8 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
     let settle_rows: &[(&str, f64)] = &[("jobs", 150.0), ("attempts", 50.0)];
     let bands = "array[32767,4,3,2,1,0,-1,-2,-3,-4]::int2[]";
     let far = "'-infinity', 0, 'infinity', 0, 50";
-    let cases: [(&str, String, &[(&str, f64)], f64); 15] = [
+    // Its name and arguments, the most rows it may read of each table, and the most pages.
+    let cases: [Case; 15] = [
         (
             "finish",
             format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")),

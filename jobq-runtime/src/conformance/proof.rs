@@ -63,7 +63,7 @@ pub(super) async fn e1_a_proven_floor_has_no_pending_job_below_it(bed: Bed) {
         }
         bed.enqueue(jobs).await;
         if round % 3 == 0 {
-            let past = bed.from_now(-3);
+            let past = bed.seconds_away(-3);
             bed.execute(&format!("update jobq.jobs set run_after = {past} where kind = 'k'")).await;
         }
         publish(&bed, &worker, at(&bed, 0).await).await;
@@ -127,7 +127,7 @@ pub(super) async fn e1_when_the_clock_steps_back_everything_is_looked_through(be
     ];
     for mut notes in stepped {
         let id = bed.one().await;
-        let past = bed.from_now(-600);
+        let past = bed.seconds_away(-600);
         bed.execute(&format!("update jobq.jobs set run_after = {past} where id = {id}")).await;
         pass(&bed, &mut notes).await;
         assert!(notes.floors.iter().all(|known| known.floor < far), "{notes:?}");
@@ -205,7 +205,7 @@ pub(super) async fn d2_one_of_many_has_a_duty_and_keeps_it(bed: Bed) {
     assert_eq!(take(holder).await.expect("asks").as_deref(), Some("mine"));
     assert_eq!(take(other).await.expect("asks"), None);
 
-    let past = bed.from_now(-1);
+    let past = bed.seconds_away(-1);
     bed.execute(&format!("update jobq.duties set held_until = {past}")).await;
     assert_eq!(take(other).await.expect("asks").as_deref(), Some("mine"), "its notes go with it");
     assert_eq!(take(holder).await.expect("asks"), None);
@@ -216,7 +216,7 @@ pub(super) async fn d2_one_of_many_has_a_duty_and_keeps_it(bed: Bed) {
 
 /// Makes finished jobs look as if their time were over.
 async fn let_expire(bed: &Bed, up_to: i64) {
-    let past = bed.from_now(-1);
+    let past = bed.seconds_away(-1);
     bed.execute(&format!("update jobq.finished set expires_at = {past} where id <= {up_to}")).await;
 }
 

@@ -54,12 +54,13 @@ pub(super) fn buried(counters: Counters) -> Transition {
 
 /// A job with something in every column.
 fn full_job() -> CheckedJob {
-    let mut job = job("k");
-    job.priority = 2;
-    job.tags = vec!["tag".to_owned()];
-    job.metadata = Some(r#"{"m":1}"#.to_owned());
-    job.payload = r#"{"n":1}"#.to_owned();
-    job
+    CheckedJob {
+        priority: 2,
+        tags: vec!["tag".to_owned()],
+        metadata: Some(r#"{"m":1}"#.to_owned()),
+        payload: r#"{"n":1}"#.to_owned(),
+        ..job("k")
+    }
 }
 
 async fn claim_full_job(bed: &Bed) -> ClaimedJob {
