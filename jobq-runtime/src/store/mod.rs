@@ -285,6 +285,7 @@ pub(crate) enum BeatReply {
     Closed,
     /// Another writer keeps the database locked (SQLite). Nobody can claim meanwhile either, so
     /// the lease is as good as extended while the lock is held.
+    #[cfg_attr(not(feature = "sqlite"), allow(dead_code))]
     Blocked,
 }
 
