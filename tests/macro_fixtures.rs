@@ -2,7 +2,8 @@
 //! lints. The crates are in `tests/fixtures`, a workspace of its own.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{self, Command, Output};
+use std::thread;
 
 #[test]
 fn jobs_compile_without_serde_under_another_name_and_in_edition_2021() {
@@ -41,7 +42,7 @@ fn cargo(args: &[&str]) -> Output {
     let fixtures = manifest.join("tests/fixtures");
     let lock = fixtures.join("Cargo.lock");
     // Tests run side by side, so nobody may see half a file.
-    let copy = fixtures.join(format!("Cargo.lock.{:?}", std::thread::current().id()));
+    let copy = fixtures.join(format!("Cargo.lock.{}.{:?}", process::id(), thread::current().id()));
     std::fs::copy(manifest.join("Cargo.lock"), &copy).expect("the main Cargo.lock is there");
     std::fs::rename(&copy, &lock).expect("it is on the same disk");
     let mut command = Command::new(env!("CARGO"));

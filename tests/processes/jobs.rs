@@ -103,6 +103,7 @@ pub(crate) async fn poison(State(db): State<Db>, ctx: &JobContext) -> Fallible {
     std::process::abort();
 }
 
+/// Completes first: a worker that lost its lease is told so, and not that the effect is there.
 async fn write_effect(db: &Db, ctx: &JobContext) -> Fallible {
     let worker = std::env::var("JOBQ_WORKER_NAME").unwrap_or_default();
     let insert = format!("insert into effects values ({}, '{worker}')", ctx.id());
@@ -110,14 +111,14 @@ async fn write_effect(db: &Db, ctx: &JobContext) -> Fallible {
     match db {
         Db::Postgres(pool) => {
             let mut tx = pool.begin().await?;
-            sqlx::query(insert).execute(&mut *tx).await?;
             ctx.complete_in(&mut tx).await?;
+            sqlx::query(insert).execute(&mut *tx).await?;
             tx.commit().await?;
         }
         Db::Sqlite(pool) => {
             let mut tx = pool.begin_with("begin immediate").await?;
-            sqlx::query(insert).execute(&mut *tx).await?;
             ctx.complete_in(&mut tx).await?;
+            sqlx::query(insert).execute(&mut *tx).await?;
             tx.commit().await?;
         }
     }

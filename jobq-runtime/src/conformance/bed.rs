@@ -28,6 +28,7 @@ pub(crate) struct Bed {
     /// Where to say what when the bed is dropped.
     #[cfg(feature = "postgres")]
     leftover: Option<(sqlx::postgres::PgConnectOptions, String)>,
+    #[cfg(feature = "sqlite")]
     folder: Option<tempfile::TempDir>,
 }
 
@@ -111,7 +112,15 @@ impl Bed {
         let store = client.store();
         let options = (*pool.connect_options()).clone();
         let leftover = Some((options, format!("drop schema {schema} cascade")));
-        Self { client, store, database: Database::Postgres(pool), schema, leftover, folder: None }
+        Self {
+            client,
+            store,
+            database: Database::Postgres(pool),
+            schema,
+            leftover,
+            #[cfg(feature = "sqlite")]
+            folder: None,
+        }
     }
 
     /// The same database with the tables under their default name: what a pool or a transaction
@@ -135,6 +144,7 @@ impl Bed {
                     database: Database::Postgres(pool),
                     schema: "jobq".to_owned(),
                     leftover: Some((outside, format!("drop database {name} with (force)"))),
+                    #[cfg(feature = "sqlite")]
                     folder: None,
                 }
             }
@@ -165,6 +175,16 @@ impl Bed {
             Database::Postgres(pool) => pool,
             #[cfg(feature = "sqlite")]
             Database::Sqlite(_) => panic!("the case is for PostgreSQL only"),
+        }
+    }
+
+    /// The pool of a case that is for SQLite only.
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn sqlite_pool(&self) -> &sqlx::SqlitePool {
+        match &self.database {
+            #[cfg(feature = "postgres")]
+            Database::Postgres(_) => panic!("the case is for SQLite only"),
+            Database::Sqlite(pool) => pool,
         }
     }
 

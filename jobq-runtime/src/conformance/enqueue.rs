@@ -11,7 +11,6 @@ use super::worker::job;
 use crate::enqueue::{EnqueueTarget, enqueue_many};
 use crate::error::Error;
 use crate::job::CheckedJob;
-use crate::store::Lookup;
 
 pub(super) async fn e1_a_job_exists_once_its_transaction_commits(bed: Bed) {
     let worker = bed.session(LEASE, &["k"]).await;
@@ -261,7 +260,7 @@ pub(super) async fn r6_a_broken_connection_names_the_ids_to_look_up(bed: Bed) {
         // It says to look the ids up: they were not written, and never will be.
         for id in ids {
             let found = bed.client.job(*id).await.expect("can be looked up");
-            assert!(!matches!(found, Lookup::Found(_)));
+            assert!(!matches!(found, crate::store::Lookup::Found(_)));
         }
     });
     assert_eq!(bed.count("jobs").await, 0);

@@ -94,6 +94,7 @@ impl Plan {
     }
 
     pub(crate) fn assert_reads_at_most(&self, what: &str, tables: &[(&str, f64)], pages: f64) {
+        self.assert_leads_straight(what);
         for (table, rows) in tables {
             let read = self.rows_read(table);
             assert!(read <= *rows, "{what} read {read} rows of {table}, not {rows}: {:#}", self.0);
@@ -104,6 +105,27 @@ impl Plan {
             "{what} looked at {looked_at} pages, not {pages}: {:#}",
             self.0
         );
+    }
+
+    /// The due index has every column that jobs are asked for by, so while the table is empty it
+    /// seems as good as any other. It is so only for what begins with its first columns.
+    ///
+    /// Looked at by itself: whatever others do on the server may make PostgreSQL plan anew, and
+    /// then a bad plan is not there any more when the tables are full.
+    fn assert_leads_straight(&self, what: &str) {
+        visit(&self.0, &mut |node| {
+            if node["Relation Name"] == "jobs" && node["Node Type"] == "Index Scan" {
+                let condition = node["Index Cond"].as_str().unwrap_or("nothing");
+                let begins = condition.contains("(queue = ") && condition.contains("(band = ");
+                let straight = node["Index Name"] != "jobs_due" || begins;
+                let somewhere = condition != "nothing";
+                assert!(
+                    straight && somewhere,
+                    "{what} reads {} by {condition}",
+                    node["Index Name"]
+                );
+            }
+        });
     }
 }
 

@@ -1,6 +1,6 @@
 //! SQLite files that cannot be opened, or not used as they are.
 
-use super::bed::{Bed, Database};
+use super::bed::Bed;
 use super::sample::plain;
 use crate::client::Client;
 use crate::error::Error;
@@ -69,7 +69,7 @@ pub(super) async fn d3_a_pool_that_undoes_wal_mode_is_refused_with_the_cure(bed:
 
 /// Two pools as two processes: each commit of one is seen by the other, and none is refused.
 pub(super) async fn d3_two_processes_share_the_file(bed: Bed) {
-    let Database::Sqlite(pool) = &bed.database else { return };
+    let pool = bed.sqlite_pool();
     let other = bed.client_with(crate::ClientOptions::new().schema(&bed.schema));
     let mut tasks = Vec::new();
     for client in [&bed.client, &other, &bed.client, &other] {
@@ -86,4 +86,9 @@ pub(super) async fn d3_two_processes_share_the_file(bed: Bed) {
         task.await.expect("no panic");
     }
     assert_eq!(bed.count("jobs").await, 200);
+}
+
+/// Inside one process an enqueue pokes; across processes the poll is all there is.
+pub(super) async fn e6_nothing_is_sent_between_processes(bed: Bed) {
+    assert!(bed.store.listen().await.expect("answers").is_none());
 }

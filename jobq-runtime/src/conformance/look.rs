@@ -6,7 +6,7 @@ use jobq_core::job::{JobId, JobState, Lease};
 use jobq_core::lifecycle::Counters;
 use jobq_core::outcome::{AttemptReason, DeathReason};
 
-use super::bed::{Bed, LEASE, RETENTION, on_pool};
+use super::bed::{Bed, LEASE, RETENTION};
 use super::settle::{buried, cancelled, completed, failed, record, snoozed};
 use super::wait::join_all;
 use super::worker::{job, settlement};
@@ -349,7 +349,7 @@ async fn lease_of(bed: &Bed, id: JobId) -> Lease {
 #[cfg(feature = "postgres")]
 pub(super) async fn r4_a_locked_dead_letter_holds_up_nobody_else(bed: Bed) {
     let ids = bury_all(&bed, &SEVERAL).await;
-    on_pool!(bed, pool => {
+    super::bed::on_pool!(bed, pool => {
         let mut operator = pool.begin().await.expect("begins");
         let lock = format!("select from jobq.dead where id = {} for update", ids[1]);
         sqlx::query(bed.statement(&lock)).execute(&mut *operator).await.expect("locks");

@@ -3,6 +3,7 @@
 //! Cases are named after the sentence they prove; the rule of the contract stands in front.
 
 mod bed;
+mod chaos;
 mod claim;
 mod complete_in;
 mod enqueue;
@@ -28,6 +29,7 @@ mod servers;
 mod settle;
 mod setup;
 mod wait;
+#[cfg(feature = "postgres")]
 mod wake_up;
 mod worker;
 
@@ -79,6 +81,8 @@ macro_rules! on_sqlite_only {
 }
 
 on_every_database! {
+    chaos:
+        f2_whatever_happens_at_once_no_job_is_lost_or_settled_twice;
     claim:
         f1_each_claim_raises_the_token_and_the_attempt
         f1_many_claimers_never_share_a_job
@@ -205,8 +209,6 @@ on_every_database! {
         e1_a_worker_begins_where_nothing_is_left_behind
         e1_when_the_clock_steps_back_everything_is_looked_through
         f6_now_and_then_the_sweep_looks_for_orphans;
-    wake_up:
-        e6_an_enqueue_says_where_something_became_claimable;
     look:
         l1_an_unknown_word_is_an_error_and_no_panic
         l3_gone_is_told_apart_from_never_there
@@ -253,6 +255,7 @@ on_postgres_only! {
     wake_up:
         e6_a_flood_of_enqueues_sends_few_wake_ups
         e6_a_wake_up_comes_with_the_commit_and_not_before
+        e6_an_enqueue_says_where_something_became_claimable
         e6_every_queue_and_band_of_a_call_is_woken
         e6_what_is_no_wake_up_is_ignored
         s2_a_listener_whose_connection_is_cut_says_so;
@@ -278,6 +281,7 @@ on_sqlite_only! {
     files:
         d3_a_pool_that_undoes_wal_mode_is_refused_with_the_cure
         d3_two_processes_share_the_file
+        e6_nothing_is_sent_between_processes
         s5_a_database_in_memory_is_refused_with_the_cure
         s5_a_file_in_a_missing_folder_is_named_with_the_cure
         s5_a_file_that_can_only_be_read_is_refused_with_the_cure

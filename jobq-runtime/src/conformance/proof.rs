@@ -162,7 +162,11 @@ pub(super) async fn e1_nothing_is_proved_while_an_older_transaction_is_open(bed:
     super::bed::on_pool!(bed, pool => {
         let mut slow = pool.begin().await.expect("begins");
         let id = plain().enqueue(bed.client.within(&mut slow)).await.expect("enqueues").id;
-        let begun = bed.now().await;
+        // It has been open for a minute.
+        let minute_ago = bed.seconds_away(-60);
+        let late = format!("update jobq.jobs set run_after = {minute_ago} where id = {id}");
+        sqlx::query(bed.statement(&late)).execute(&mut *slow).await.expect("writes");
+        let begun = bed.now().await - 60_000_000;
         // A mark from after the insert cannot be proved, however old it becomes.
         notes.mark = None;
         for _ in 0..4 {

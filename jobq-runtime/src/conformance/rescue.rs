@@ -1,10 +1,9 @@
 //! Rescue: what becomes of the jobs of a session whose lease expired.
 
-use jobq_core::job::JobId;
 use jobq_core::lifecycle::Counters;
 use jobq_core::queue::EXPRESS;
 
-use super::bed::{Bed, LEASE, RETENTION, on_pool};
+use super::bed::{Bed, LEASE};
 use super::settle::{completed, snoozed};
 use super::wait::join_all;
 use super::worker::job;
@@ -198,6 +197,10 @@ pub(super) async fn f6_a_sessions_jobs_can_be_listed(bed: Bed) {
 /// A handler's transaction that is still open holds up the rescue of its own job only.
 #[cfg(feature = "postgres")]
 pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others(bed: Bed) {
+    use jobq_core::job::JobId;
+
+    use super::bed::{RETENTION, on_pool};
+
     for commit in [false, true] {
         bed.enqueue((0..20).map(|_| job("k")).collect()).await;
         let worker = bed.session(LEASE, &["k"]).await;

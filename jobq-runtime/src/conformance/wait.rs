@@ -4,6 +4,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 /// Waits until a condition holds; fails after a minute.
+#[cfg_attr(not(feature = "postgres"), allow(dead_code))]
 pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut holds: impl FnMut() -> F) {
     let end = Instant::now() + Duration::from_secs(60);
     while !holds().await {

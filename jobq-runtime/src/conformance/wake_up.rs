@@ -1,4 +1,4 @@
-//! Wake-ups across processes: hints, sent at commit, and not too many.
+//! PostgreSQL's wake-ups across processes: hints, sent at commit, and not too many.
 
 use std::time::Duration;
 
@@ -10,15 +10,12 @@ use super::worker::job;
 use crate::enqueue::EnqueueTarget;
 use crate::store::Listener;
 
-async fn listen(bed: &Bed) -> Option<Box<dyn Listener>> {
-    bed.store.listen().await.expect("connects")
+async fn listen(bed: &Bed) -> Box<dyn Listener> {
+    bed.store.listen().await.expect("connects").expect("PostgreSQL has wake-ups")
 }
 
 pub(super) async fn e6_an_enqueue_says_where_something_became_claimable(bed: Bed) {
-    let Some(mut listener) = listen(&bed).await else {
-        assert!(bed.is_sqlite(), "only SQLite has no wake-ups");
-        return;
-    };
+    let mut listener = listen(&bed).await;
     let mut first = job("k");
     first.priority = 3;
     let id = bed.enqueue(vec![first]).await[0];
@@ -27,9 +24,8 @@ pub(super) async fn e6_an_enqueue_says_where_something_became_claimable(bed: Bed
     assert_eq!(wake_up.run_after, Timestamp(bed.job_row(id).await.number("run_after")));
 }
 
-#[cfg(feature = "postgres")]
 pub(super) async fn e6_a_wake_up_comes_with_the_commit_and_not_before(bed: Bed) {
-    let mut listener = listen(&bed).await.expect("PostgreSQL has them");
+    let mut listener = listen(&bed).await;
     on_pool!(bed, pool => {
         let mut gone = pool.begin().await.expect("begins");
         plain().queue("gone").enqueue(bed.client.within(&mut gone)).await.expect("enqueues");
@@ -46,9 +42,8 @@ pub(super) async fn e6_a_wake_up_comes_with_the_commit_and_not_before(bed: Bed) 
 }
 
 /// A NOTIFY makes all commits wait for each other: a flood of enqueues sends a few.
-#[cfg(feature = "postgres")]
 pub(super) async fn e6_a_flood_of_enqueues_sends_few_wake_ups(bed: Bed) {
-    let mut listener = listen(&bed).await.expect("PostgreSQL has them");
+    let mut listener = listen(&bed).await;
     let ahead = "select setval('jobq.wake_gate', (extract(epoch from now()) * 1000)::int8 + 60000)";
     bed.execute(ahead).await;
     for _ in 0..50 {
@@ -63,9 +58,8 @@ pub(super) async fn e6_a_flood_of_enqueues_sends_few_wake_ups(bed: Bed) {
 }
 
 /// One call with jobs in many places sends a wake-up for each of them.
-#[cfg(feature = "postgres")]
 pub(super) async fn e6_every_queue_and_band_of_a_call_is_woken(bed: Bed) {
-    let mut listener = listen(&bed).await.expect("PostgreSQL has them");
+    let mut listener = listen(&bed).await;
     let mut jobs = Vec::new();
     for queue in ["a", "b,c"] {
         for priority in [-1, 4] {
@@ -86,9 +80,8 @@ pub(super) async fn e6_every_queue_and_band_of_a_call_is_woken(bed: Bed) {
 }
 
 /// Anybody may send on the channel.
-#[cfg(feature = "postgres")]
 pub(super) async fn e6_what_is_no_wake_up_is_ignored(bed: Bed) {
-    let mut listener = listen(&bed).await.expect("PostgreSQL has them");
+    let mut listener = listen(&bed).await;
     for text in ["", "hello", "1,2", "x,1,q", "99999999,1,q"] {
         on_pool!(bed, pool => {
             sqlx::query("select pg_notify($1, $2)")
@@ -104,16 +97,15 @@ pub(super) async fn e6_what_is_no_wake_up_is_ignored(bed: Bed) {
 }
 
 /// A lost connection is an error, so that the caller looks for itself and listens anew.
-#[cfg(feature = "postgres")]
 pub(super) async fn s2_a_listener_whose_connection_is_cut_says_so(bed: Bed) {
-    let mut listener = listen(&bed).await.expect("PostgreSQL has them");
+    let mut listener = listen(&bed).await;
     let cut = "select count(pg_terminate_backend(pid)) from pg_stat_activity
                where query like '%jobq_wake%' and query like 'LISTEN%'"
         .replace("jobq_wake", &format!("{}_wake", bed.schema));
     assert_eq!(bed.number(&cut).await, 1);
     listener.wait().await.expect_err("the connection is gone");
     bed.one().await;
-    let mut again = listen(&bed).await.expect("PostgreSQL has them");
+    let mut again = listen(&bed).await;
     bed.execute("select setval('jobq.wake_gate', 0)").await;
     bed.one().await;
     again.wait().await.expect("it hears again");

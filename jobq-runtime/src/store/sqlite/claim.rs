@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
@@ -58,35 +59,39 @@ impl SqliteStore {
     }
 
     /// Looks first and writes only if there is something to claim: an idle worker's poll must not
-    /// keep others from writing.
+    /// keep others from writing. Where the last claim found something there will be more.
     ///
     /// A session may have expired only because somebody kept the file locked, its heartbeats
     /// included. So an expired session gets the time to be extended, and counts as expired only
     /// if the lock was to be had meanwhile.
     pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
         let wanted = Arc::new(Wanted::new(claim));
+        let mut looks = !self.found_last_time.load(Ordering::Relaxed);
         loop {
-            let mut reader = self.reader().await?;
-            let look = look(&mut reader, &self.schema, &wanted).await?;
-            drop(reader);
-            if look.sessions == Sessions::Live && look.due.is_empty() {
-                return Ok(look.empty_handed());
-            }
-            if look.sessions == Sessions::Expired {
-                tokio::time::sleep(HEARTBEATS_FIRST).await;
+            if looks {
+                let look = look(&mut *self.reader().await?, &self.schema, &wanted).await?;
+                if look.sessions == Sessions::Live && look.due.is_empty() {
+                    return Ok(look.empty_handed());
+                }
+                if look.sessions == Sessions::Expired {
+                    tokio::time::sleep(HEARTBEATS_FIRST).await;
+                }
             }
             let (schema, wanted) = (self.schema.clone(), Arc::clone(&wanted));
             let claimed = self.write(async move |locked| {
                 let look = self::look(locked, &schema, &wanted).await?;
+                let had_time = looks && locked.waited <= HEARTBEATS_FIRST;
                 match look.sessions {
                     Sessions::Live => take(locked, &schema, &wanted, look).await.map(Some),
-                    Sessions::Expired if locked.waited > HEARTBEATS_FIRST => Ok(None),
+                    Sessions::Expired if !had_time => Ok(None),
                     Sessions::Expired | Sessions::Closed => Ok(Some(look.empty_handed())),
                 }
             });
             if let Some(claimed) = claimed.await? {
+                self.found_last_time.store(!claimed.jobs.is_empty(), Ordering::Relaxed);
                 return Ok(claimed);
             }
+            looks = true;
         }
     }
 

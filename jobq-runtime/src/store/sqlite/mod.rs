@@ -24,7 +24,8 @@ mod tests;
 mod writer;
 
 use std::path::Path;
-use std::time::Duration;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 use jobq_core::job::{JobId, Lease, SessionId};
 use jobq_migrations::SQLITE_NOW;
@@ -54,6 +55,9 @@ const LIMIT: Duration = Duration::from_secs(PATIENCE.as_secs() + 5);
 /// the file is free again.
 const HEARTBEATS_FIRST: Duration = Duration::from_millis(200);
 
+/// How long a heartbeat tries to get in between others before it fails.
+const BEAT_PATIENCE: Duration = Duration::from_secs(2);
+
 /// jobq's tables in an SQLite file.
 pub(crate) struct SqliteStore {
     /// The application's pool.
@@ -63,6 +67,8 @@ pub(crate) struct SqliteStore {
     /// Connections for plain reads, opened when first used.
     readers: SqlitePool,
     writer: Writer,
+    /// Whether the last claim brought something.
+    found_last_time: AtomicBool,
     schema: Schema,
 }
 
@@ -90,7 +96,14 @@ impl SqliteStore {
             .test_before_acquire(false)
             .connect_lazy_with(options.clone());
         let writer = Writer::new(&options, verbs(&schema));
-        Ok(Self { pool: pool.clone(), options, readers, writer, schema })
+        Ok(Self {
+            pool: pool.clone(),
+            options,
+            readers,
+            writer,
+            found_last_time: AtomicBool::new(false),
+            schema,
+        })
     }
 
     /// Statement text for this schema.
@@ -416,11 +429,29 @@ struct SqlitePulse {
 
 impl Pulse for SqlitePulse {
     fn beat<'a>(&'a mut self, beat: &'a Beat) -> BoxFuture<'a, Result<BeatReply>> {
-        Box::pin(async move {
-            match claim::beat(&mut self.connection, &self.schema, beat).await {
-                Err(error) if is_busy(&error) => Ok(BeatReply::Blocked),
-                reply => reply.map_err(Error::database("extend the lease")),
-            }
-        })
+        Box::pin(async move { self.beat(beat).await.map_err(Error::database("extend the lease")) })
     }
+}
+
+impl SqlitePulse {
+    /// Blocked only if nobody at all wrote meanwhile: then nobody closed the session either. While
+    /// others get in it tries again.
+    async fn beat(&mut self, beat: &Beat) -> sqlx::Result<BeatReply> {
+        let patience_ends = Instant::now() + BEAT_PATIENCE;
+        loop {
+            let before = data_version(&mut self.connection).await?;
+            match claim::beat(&mut self.connection, &self.schema, beat).await {
+                Err(error) if is_busy(&error) && Instant::now() < patience_ends => {}
+                reply => return reply,
+            }
+            if data_version(&mut self.connection).await? == before {
+                return Ok(BeatReply::Blocked);
+            }
+        }
+    }
+}
+
+/// A number that changes with every commit of another connection.
+async fn data_version(connection: &mut SqliteConnection) -> sqlx::Result<i64> {
+    sqlx::query_scalar("pragma data_version").fetch_one(connection).await
 }

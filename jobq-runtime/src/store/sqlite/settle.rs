@@ -11,7 +11,7 @@ use jobq_core::time::micros;
 use serde::Serialize;
 use sqlx::sqlite::SqliteConnection;
 
-use super::{Result, Schema, Settled, Settlement, SqliteStore, get, json, on_callers, sql};
+use super::{Result, Schema, Settled, Settlement, SqliteStore, json, on_callers, sql};
 use crate::store::{Completion, rounds};
 
 /// The most settlements in one transaction: nobody else can write meanwhile.
@@ -58,6 +58,9 @@ struct Requeue(i64, u32, u32, u32, Option<i64>, Option<&'static str>, Option<Str
 #[derive(Serialize)]
 struct Bury(i64, u32, u32, u32, &'static str, String, &'static str);
 
+/// Token, session and cancel request of an unfinished job.
+type Row = (i64, i64, bool);
+
 /// What became of a batch.
 struct Seen {
     written: HashSet<i64>,
@@ -67,8 +70,8 @@ struct Seen {
 
 /// What there is of a job whose settlement could not be written.
 struct Found {
-    /// Token, session and cancel request, if it is unfinished.
-    row: Option<(i64, i64, bool)>,
+    /// Its row, if it is unfinished.
+    row: Option<Row>,
     /// It has ended under the settlement's token.
     ended: bool,
     /// It was rescued from the settlement's claim.
@@ -122,11 +125,23 @@ impl Batch {
         connection: &mut SqliteConnection,
         schema: &Schema,
     ) -> sqlx::Result<Seen> {
-        let held = self.held(connection, schema).await?;
-        self.complete.retain(|row| held.contains_key(&row.0));
-        self.cancel.retain(|row| held.contains_key(&row.0));
-        self.requeue.retain(|row| held.get(&row.0) == Some(&false));
-        self.bury.retain(|row| held.contains_key(&row.0));
+        let rows = self.rows(connection, schema).await?;
+        let mut held = HashSet::new();
+        let mut requeueable = HashSet::new();
+        for (id, token, session) in &self.guards {
+            if let Some((held_token, by, cancel_requested)) = rows.get(id)
+                && (held_token, by) == (token, session)
+            {
+                held.insert(*id);
+                if !cancel_requested {
+                    requeueable.insert(*id);
+                }
+            }
+        }
+        self.complete.retain(|row| held.contains(&row.0));
+        self.cancel.retain(|row| held.contains(&row.0));
+        self.requeue.retain(|row| requeueable.contains(&row.0));
+        self.bury.retain(|row| held.contains(&row.0));
         if !self.complete.is_empty() {
             finish(connection, schema, "completed", &self.complete).await?;
         }
@@ -145,27 +160,37 @@ impl Batch {
             .chain(self.bury.iter().map(|row| row.0))
             .collect();
         self.guards.retain(|(id, ..)| !written.contains(id));
-        let rest = second_look(connection, schema, &self.guards).await?;
+        let rest = second_look(connection, schema, &self.guards, &rows).await?;
         Ok(Seen { written, rest })
     }
 
-    /// The jobs whose leases are held, and whether they are to be cancelled.
-    async fn held(
+    /// What there is of the jobs, before anything is written.
+    async fn rows(
         &self,
         connection: &mut SqliteConnection,
         schema: &Schema,
-    ) -> sqlx::Result<HashMap<i64, bool>> {
-        let rows: Vec<(i64, Option<bool>)> = sqlx::query_as(sql(
+    ) -> sqlx::Result<HashMap<i64, Row>> {
+        let ids: Vec<i64> = self.guards.iter().map(|(id, ..)| *id).collect();
+        // All in one row: each row costs the driver more than looking it up costs SQLite.
+        let rows: String = sqlx::query_scalar(sql(
             schema,
-            "select value ->> 0,
-                    (select cancel_requested from jobq_jobs
-                     where id = value ->> 0 and token = value ->> 1 and leased_by = value ->> 2)
+            "select json_group_array(json((
+                 select json_array(id, token, leased_by, cancel_requested)
+                 from jobq_jobs
+                 where id = value
+             )))
              from json_each(?1)",
         ))
-        .bind(json(&self.guards))
-        .fetch_all(connection)
+        .bind(json(ids))
+        .fetch_one(connection)
         .await?;
-        Ok(rows.into_iter().filter_map(|(id, cancel)| Some((id, cancel?))).collect())
+        let rows: Vec<Option<(i64, i64, i64, i64)>> =
+            serde_json::from_str(&rows).map_err(|error| sqlx::Error::Decode(Box::new(error)))?;
+        Ok(rows
+            .into_iter()
+            .flatten()
+            .map(|(id, token, by, cancel_requested)| (id, (token, by, cancel_requested != 0)))
+            .collect())
     }
 }
 
@@ -311,39 +336,29 @@ async fn second_look(
     connection: &mut SqliteConnection,
     schema: &Schema,
     rest: &[(i64, i64, i64)],
+    rows: &HashMap<i64, Row>,
 ) -> sqlx::Result<HashMap<i64, Found>> {
     if rest.is_empty() {
         return Ok(HashMap::new());
     }
-    let rows = sqlx::query(sql(
+    let ends: Vec<(i64, bool, bool)> = sqlx::query_as(sql(
         schema,
-        "select value ->> 0 as id,
-                (select token from jobq_jobs where id = value ->> 0) as token,
-                (select leased_by from jobq_jobs where id = value ->> 0) as leased_by,
-                (select cancel_requested from jobq_jobs where id = value ->> 0)
-                    as cancel_requested,
+        "select value ->> 0,
                 coalesce(
                     (select token from jobq_finished where id = value ->> 0),
                     (select token from jobq_dead where id = value ->> 0)
-                ) is value ->> 1 as ended,
+                ) is value ->> 1,
                 (select reason from jobq_attempts
-                 where job_id = value ->> 0 and token = value ->> 1) is 'crashed' as crashed
+                 where job_id = value ->> 0 and token = value ->> 1) is 'crashed'
          from json_each(?1)",
     ))
     .bind(json(rest))
     .fetch_all(connection)
     .await?;
-    rows.iter()
-        .map(|row| {
-            let row_of_job = match get::<Option<i64>>(row, "token")? {
-                Some(token) => Some((token, get(row, "leased_by")?, get(row, "cancel_requested")?)),
-                None => None,
-            };
-            let found =
-                Found { row: row_of_job, ended: get(row, "ended")?, crashed: get(row, "crashed")? };
-            Ok((get(row, "id")?, found))
-        })
-        .collect()
+    Ok(ends
+        .into_iter()
+        .map(|(id, ended, crashed)| (id, Found { row: rows.get(&id).copied(), ended, crashed }))
+        .collect())
 }
 
 /// Completes a job in its handler's transaction; false when the lease was lost.
