@@ -54,17 +54,16 @@ async fn a_worker_that_wakes_after_its_lease_writes_nothing(bed: Bed) {
     bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
     late.signal(SIGSTOP);
     let stopped = std::time::Instant::now();
-    let left = bed.db.number(match &bed.db {
+    let left = match &bed.db {
         crate::bed::Db::Postgres(_) => {
-            "select (extract(epoch from leased_until - clock_timestamp()) * 1000)::int8
-             from jobq.sessions"
+            "(extract(epoch from leased_until - clock_timestamp()) * 1000)::int8"
         }
         crate::bed::Db::Sqlite(_) => {
-            "select leased_until / 1000 - cast(unixepoch('subsec') * 1000 as integer)
-             from jobq.sessions"
+            "leased_until / 1000 - cast(unixepoch('subsec') * 1000 as integer)"
         }
-    });
-    let left = left.await;
+    };
+    let its_session = "jobq.sessions where id = (select leased_by from jobq.jobs)";
+    let left = bed.db.number(&format!("select {left} from {its_session}")).await;
     let second = bed.worker("second", &[]);
     bed.until("select count(*) from log where what = 'start' and worker = 'second'", |n| n == 1)
         .await;
