@@ -44,6 +44,17 @@ pub enum PayloadError {
         /// The limit in bytes.
         limit: usize,
     },
+    /// A job function's value with more bytes than are kept.
+    #[error(
+        "the result has {size} bytes, more than the limit of {limit}; store the data elsewhere \
+         and return where it is"
+    )]
+    ResultTooLarge {
+        /// Its size in bytes.
+        size: usize,
+        /// The limit in bytes.
+        limit: usize,
+    },
     /// Not an object: plain payloads must be structs or maps.
     #[error("the payload must be a JSON object, not {found}")]
     NotAnObject {
@@ -94,10 +105,14 @@ pub fn encode<T: Serialize>(value: &T) -> Result<String, PayloadError> {
 ///
 /// # Errors
 ///
-/// [`PayloadError`] as for [`encode`].
+/// [`PayloadError`] as for [`encode`], and for more than [`DEFAULT_LIMIT`] bytes.
 pub fn encode_result<T: Serialize>(value: &T) -> Result<String, PayloadError> {
     value.serialize(Check { depth: 0 }).map_err(Problem::into_payload_error)?;
-    serde_json::to_string(value).map_err(PayloadError::Serialize)
+    let text = serde_json::to_string(value).map_err(PayloadError::Serialize)?;
+    if text.len() > DEFAULT_LIMIT {
+        return Err(PayloadError::ResultTooLarge { size: text.len(), limit: DEFAULT_LIMIT });
+    }
+    Ok(text)
 }
 
 /// Reads a payload.

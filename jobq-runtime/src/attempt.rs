@@ -108,10 +108,9 @@ pub(crate) async fn run(worker: Arc<Worker>, job: ClaimedJob, slot: Slot, contro
     let lease = job.lease;
     let settlement = attempt(&worker, job, &control).instrument(span.clone()).await;
     if let Some(settlement) = settlement {
-        worker.settle(Finished { settlement, control, _slot: slot, span }).await;
+        worker.settle(Finished { settlement, control, _slot: slot, span, refused: false }).await;
     } else {
         worker.lost(lease, &span);
-        worker.forget(lease);
         drop(slot);
     }
 }

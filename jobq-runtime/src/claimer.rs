@@ -240,8 +240,7 @@ impl Claimer<'_> {
         let permit = queue.and_then(|queue| Arc::clone(&queue.slots).try_acquire_owned().ok());
         let permit =
             permit.expect("only this loop takes slots, and it claimed no more than are free");
-        let slot = Slot::new(permit, &self.worker.freed);
-        let control = self.worker.remember(job.lease);
+        let (slot, control) = self.worker.hold(job.lease, permit);
         if job.counters.crashes > 0 {
             let doublings = job.counters.interruptions.min(5);
             let patience_ends = Instant::now() + ISOLATION_WAIT * 2_u32.pow(doublings);
@@ -253,14 +252,13 @@ impl Claimer<'_> {
 
     fn run(&self, job: ClaimedJob, slot: Slot, control: Arc<Control>) {
         let worker = Arc::clone(self.worker);
-        let (lease, session) = (job.lease, job.lease.session);
+        let session = job.lease.session;
         self.running.spawn(async move {
             let attempt = attempt::run(Arc::clone(&worker), job, slot, control);
             if catch_panic(attempt).await.is_err() {
                 // Not the job function, whose panics are outcomes: a fault of ours. Its job must
                 // not stay leased for ever.
                 worker.lose_session(session, "an attempt panicked outside its job function");
-                worker.forget(lease);
             }
         });
     }
@@ -328,7 +326,8 @@ impl Claimer<'_> {
         let retention = self.worker.retention(&job.queue, self.worker.registry.get(&job.kind));
         let settlement = Settlement { lease: job.lease, transition, retention, doubtful: false };
         let span = tracing::info_span!("job", id = job.lease.job.0, kind = %job.kind);
-        self.worker.settle(Finished { settlement, control, _slot: slot, span }).await;
+        let finished = Finished { settlement, control, _slot: slot, span, refused: false };
+        self.worker.settle(finished).await;
     }
 
     /// Waits until [`reconcile`](Self::reconcile) is to be called, if ever.

@@ -143,7 +143,8 @@ impl States {
 
 /// What a job function may return: `()`, or a `Result` of something serializable and any error.
 ///
-/// The value of `Ok` is kept with the completed job. An `Err` is retried with the job's backoff,
+/// The value of `Ok` is kept with the completed job; one that cannot be (it has no JSON form, or
+/// more than 2 MiB of it) makes the job a dead letter, for its function is not run again. An `Err` is retried with the job's backoff,
 /// unless it is or contains a [`Control`].
 #[diagnostic::on_unimplemented(
     message = "a job function cannot return `{Self}`",
@@ -171,7 +172,13 @@ impl<T: Serialize, E: Into<BoxError>> IntoOutcome for Result<T, E> {
         match payload::encode_result(&value) {
             Ok(json) if json == "null" => Outcome::Completed { result: None },
             Ok(json) => Outcome::Completed { result: Some(json) },
-            Err(error) => failure(&error),
+            // What was to be done is done, and would only be done again.
+            Err(error) => Outcome::Discarded {
+                error: format!(
+                    "the job function returned Ok, but its value cannot be kept: {}",
+                    error_chain(&error)
+                ),
+            },
         }
     }
 }
@@ -420,12 +427,17 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_kept_and_a_value_without_json_form_is_a_failure() {
+    fn a_value_is_kept_and_one_that_cannot_be_makes_a_dead_letter() {
         assert_eq!(
             Ok::<_, String>(vec![1, 2]).into_outcome(),
             Outcome::Completed { result: Some("[1,2]".to_owned()) }
         );
         assert_eq!(Ok::<_, String>(()).into_outcome(), Outcome::Completed { result: None });
-        assert!(matches!(Ok::<_, String>(f64::NAN).into_outcome(), Outcome::Failed { .. }));
+        for outcome in [
+            Ok::<_, String>(f64::NAN).into_outcome(),
+            Ok::<_, String>("x".repeat(payload::DEFAULT_LIMIT)).into_outcome(),
+        ] {
+            assert!(matches!(outcome, Outcome::Discarded { .. }), "{outcome:?}");
+        }
     }
 }

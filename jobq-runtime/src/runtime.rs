@@ -495,7 +495,7 @@ impl Parts {
         };
         let written = async {
             while worker.running_count() > 0 {
-                // Slots are freed after their jobs are forgotten; the pause covers what slips between.
+                // One told for many; the pause covers what slips between.
                 let _ = timeout(Duration::from_millis(20), worker.freed.notified()).await;
             }
         };

@@ -38,6 +38,8 @@ pub(crate) struct Finished {
     pub(crate) control: Arc<Control>,
     pub(crate) _slot: Slot,
     pub(crate) span: Span,
+    /// The database refused it, and not for a passing reason; said once.
+    pub(crate) refused: bool,
 }
 
 /// The outcomes on their way to the database; outlives a settler that is restarted.
@@ -105,6 +107,7 @@ impl Inbox {
 
 /// Writes what can be written, and leaves the rest in the batch.
 async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> {
+    // Freed together at the end, so that the next claim is as large as this batch.
     let mut ended = Vec::new();
     for lost in batch.extract_if(.., |finished| {
         // What may have been written already is looked up, not given up.
@@ -114,24 +117,27 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
         ended.push(lost);
     }
     if batch.is_empty() {
-        free(worker, ended);
         return Ok(());
     }
     let settlements: Vec<Settlement> =
         batch.iter().map(|finished| finished.settlement.clone()).collect();
     let mut settled = worker.store.settle(&settlements).await;
-    if settled.as_ref().is_err_and(|error| !error.is_transient()) && batch.len() > 1 {
+    if settled.as_ref().is_err_and(|error| !error.is_transient()) {
         // One that the database refuses must not hold up the others.
         let mut each = Vec::with_capacity(settlements.len());
-        for settlement in &settlements {
+        for (settlement, finished) in settlements.iter().zip(batch.iter_mut()) {
             match worker.store.settle(std::slice::from_ref(settlement)).await {
                 Ok(one) => each.extend(one),
                 Err(error) => {
-                    tracing::error!(
-                        error = &error as &dyn std::error::Error,
-                        id = settlement.lease.job.0,
-                        "an outcome is refused by the database"
-                    );
+                    finished.settlement.doubtful = true;
+                    let refused = !error.is_transient();
+                    if refused && !std::mem::replace(&mut finished.refused, true) {
+                        tracing::error!(
+                            error = &error as &dyn std::error::Error,
+                            id = settlement.lease.job.0,
+                            "an outcome is refused by the database; trying again"
+                        );
+                    }
                     each.push(Settled::Busy);
                 }
             }
@@ -144,7 +150,6 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
             for finished in batch.iter_mut() {
                 finished.settlement.doubtful = true;
             }
-            free(worker, ended);
             return Err(error);
         }
     };
@@ -174,16 +179,7 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
         }
     }
     *batch = rest;
-    free(worker, ended);
     Ok(())
-}
-
-/// Frees the slots of ended attempts together, so that the next claim is as large as the batch.
-fn free(worker: &Worker, ended: Vec<Finished>) {
-    for finished in &ended {
-        worker.forget(finished.settlement.lease);
-    }
-    drop(ended);
 }
 
 /// Logs what was written.

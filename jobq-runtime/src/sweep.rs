@@ -24,10 +24,11 @@ use crate::store::{
 };
 use crate::worker::Worker;
 
-/// The time between two sweeps; a slow one waits 20 times what it took.
+/// The time between two passes: jobs of dead workers wait for them.
 pub(crate) const EVERY: Duration = Duration::from_secs(3);
 
-/// The longest time between two sweeps: jobs of dead workers wait for them.
+/// The longest time between two passes that look for lost jobs; a slow one waits 20 times what it
+/// took.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
 /// How many jobs one step reads or moves.
@@ -77,28 +78,23 @@ fn read_notes(text: &str) -> Notes {
 
 /// Sweeps for ever.
 pub(crate) async fn run(worker: Arc<Worker>) {
-    let mut sweep = Sweep { worker: &worker, complained: None };
+    let mut sweep = Sweep { worker: &worker, complained: None, search_at: Instant::now() };
     // Spread the processes of a fleet that started together.
     let mut wait = EVERY.mul_f64(rand::random());
     loop {
         sleep(wait).await;
-        let started = Instant::now();
-        wait = match sweep.pass().await {
-            Ok(()) => (started.elapsed() * 20).clamp(EVERY, LONGEST_WAIT),
-            Err(error) => {
-                tracing::warn!(
-                    error = &error as &dyn std::error::Error,
-                    "sweep failed; trying again"
-                );
-                EVERY
-            }
-        };
+        if let Err(error) = sweep.pass().await {
+            tracing::warn!(error = &error as &dyn std::error::Error, "sweep failed; trying again");
+        }
+        wait = EVERY;
     }
 }
 
 struct Sweep<'w> {
     worker: &'w Arc<Worker>,
     complained: Option<Instant>,
+    /// When to look for lost jobs again.
+    search_at: Instant,
 }
 
 impl Sweep<'_> {
@@ -106,6 +102,17 @@ impl Sweep<'_> {
         let store = &*self.worker.store;
         let rescued = rescue(store, false).await?;
         self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
+        if Instant::now() >= self.search_at {
+            let started = Instant::now();
+            self.search().await?;
+            self.search_at = Instant::now() + (started.elapsed() * 20).min(LONGEST_WAIT);
+        }
+        Ok(())
+    }
+
+    /// What one process at a time does for all.
+    async fn search(&mut self) -> Result<()> {
+        let store = &*self.worker.store;
         let Some(holder) = self.worker.sessions.all_open().first().map(|session| session.id) else {
             return Ok(());
         };

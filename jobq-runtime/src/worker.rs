@@ -30,7 +30,7 @@ pub(crate) struct Worker {
     pub(crate) sessions: Sessions,
     pub(crate) stats: Stats,
     /// Told when a slot becomes free.
-    pub(crate) freed: Arc<Notify>,
+    pub(crate) freed: Notify,
     running: Mutex<HashMap<(JobId, Token), Run>>,
     settler: mpsc::Sender<Finished>,
 }
@@ -48,23 +48,20 @@ struct Run {
     control: Arc<Control>,
 }
 
-/// The right to run one job of a queue; free again when dropped.
+/// A job that this process holds, and its place among those that may run at once. When this is
+/// dropped the job is forgotten and the place is free again, whatever became of the attempt.
 pub(crate) struct Slot {
+    worker: Arc<Worker>,
+    lease: Lease,
     permit: Option<OwnedSemaphorePermit>,
-    freed: Arc<Notify>,
-}
-
-impl Slot {
-    pub(crate) fn new(permit: OwnedSemaphorePermit, freed: &Arc<Notify>) -> Self {
-        Self { permit: Some(permit), freed: Arc::clone(freed) }
-    }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
+        locked(&self.worker.running).remove(&(self.lease.job, self.lease.token));
         // First free, then told: whoever is woken must find it.
         self.permit.take();
-        self.freed.notify_one();
+        self.worker.freed.notify_one();
     }
 }
 
@@ -89,7 +86,7 @@ impl Worker {
             floors: Mutex::new(floors),
             sessions,
             stats: Stats::default(),
-            freed: Arc::new(Notify::new()),
+            freed: Notify::new(),
             running: Mutex::new(HashMap::new()),
             settler,
         }
@@ -103,7 +100,11 @@ impl Worker {
     }
 
     /// Notes a job that was claimed; its control is how it can be stopped.
-    pub(crate) fn remember(&self, lease: Lease) -> Arc<Control> {
+    pub(crate) fn hold(
+        self: &Arc<Self>,
+        lease: Lease,
+        permit: OwnedSemaphorePermit,
+    ) -> (Slot, Arc<Control>) {
         let control = Arc::new(Control::default());
         let run = Run { session: lease.session, control: Arc::clone(&control) };
         locked(&self.running).insert((lease.job, lease.token), run);
@@ -111,12 +112,7 @@ impl Worker {
         if !self.sessions.is_open(lease.session) {
             control.lose();
         }
-        control
-    }
-
-    /// Drops a job whose outcome is written or never will be; its slot is freed after this.
-    pub(crate) fn forget(&self, lease: Lease) {
-        locked(&self.running).remove(&(lease.job, lease.token));
+        (Slot { worker: Arc::clone(self), lease, permit: Some(permit) }, control)
     }
 
     pub(crate) fn holds(&self, lease: Lease) -> bool {

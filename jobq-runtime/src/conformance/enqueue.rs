@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use jobq_core::job::JobId;
+use sqlx::Executor;
 
 use super::bed::{Bed, LEASE, on_pool};
 use super::sample::plain;
@@ -137,6 +138,42 @@ pub(super) async fn e1_a_dropped_call_writes_all_or_none(bed: Bed) {
             return;
         }
     }
+}
+
+/// More than one statement can hold, with one that the database refuses at the end.
+pub(super) async fn e1_many_jobs_are_written_all_or_none_on_any_connection(bed: Bed) {
+    let bed = bed.with_default_names().await;
+    bed.execute(if bed.is_sqlite() {
+        "create trigger refuse before insert on jobq_jobs when new.kind = 'refused'
+         begin select raise(abort, 'refused'); end"
+    } else {
+        "alter table jobq.jobs add check (kind <> 'refused')"
+    })
+    .await;
+    let good: Vec<CheckedJob> = (0..12_000).map(|_| job("k")).collect();
+    let mut bad = good.clone();
+    bad[11_999].kind = Cow::Borrowed("refused");
+    let schema = || bed.store.schema().clone();
+    on_pool!(bed, pool => {
+        let mut plain = pool.acquire().await.expect("connects");
+        (&mut *plain).write(bad.clone(), schema()).await.expect_err("one is refused");
+        assert_eq!(bed.count("jobs").await, 0, "none was written");
+        (&mut *plain).write(good.clone(), schema()).await.expect("writes");
+        assert_eq!(bed.count("jobs").await, 12_000, "the transaction was our own");
+
+        // A transaction that the driver knows nothing of.
+        plain.execute("begin").await.expect("begins");
+        (&mut *plain).write(good.clone(), schema()).await.expect("writes");
+        plain.execute("rollback").await.expect("rolls back");
+        assert_eq!(bed.count("jobs").await, 12_000, "the transaction was the caller's");
+
+        let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+        (&mut tx).write(good, schema()).await.expect("writes");
+        tx.rollback().await.expect("rolls back");
+        assert_eq!(bed.count("jobs").await, 12_000, "the transaction was the caller's");
+    });
+    (&bed.client).write(bad, schema()).await.expect_err("one is refused");
+    assert_eq!(bed.count("jobs").await, 12_000, "none was written");
 }
 
 fn of_mixed_kinds(jobs: usize) -> Vec<CheckedJob> {

@@ -92,6 +92,7 @@ on_every_database! {
         e1_a_job_exists_once_its_transaction_commits
         e1_a_job_is_gone_when_its_transaction_rolls_back
         e1_every_target_writes_the_job
+        e1_many_jobs_are_written_all_or_none_on_any_connection
         e1_within_writes_to_its_clients_tables_in_one_transaction
         e1_a_dropped_call_writes_all_or_none
         e2_ids_come_in_the_order_of_the_jobs

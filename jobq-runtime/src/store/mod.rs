@@ -106,7 +106,7 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// No two callers are given the same job. Each claim raises the job's token.
     fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>>;
 
-    /// How long until the next pending job of these queues and kinds is due; zero when one is.
+    /// How long until the next pending job of these queues and kinds that is not due yet is due.
     fn next_due<'a>(
         &'a self,
         queues: &'a [String],

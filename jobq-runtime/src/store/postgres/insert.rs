@@ -6,7 +6,7 @@ use jobq_core::job::JobId;
 use jobq_core::time::micros;
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgConnection, PgPool, Postgres};
-use sqlx::{Executor, Transaction};
+use sqlx::{Connection, Executor, Transaction};
 
 use super::{
     Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql,
@@ -101,17 +101,48 @@ async fn insert_on(
     schema: &Schema,
     jobs: &[CheckedJob],
 ) -> Result<Vec<JobId>> {
-    let mut ids = Vec::with_capacity(jobs.len());
-    for chunk in chunks(jobs) {
-        let written = insert_chunk(connection, schema, chunk, None).await;
-        ids.extend(written.map_err(|source| match &source {
-            sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
-                Error::Serialization(source)
-            }
-            _ => Error::Database { action: "enqueue jobs", source },
-        })?);
-    }
+    let chunks = chunks(jobs);
+    let written = if chunks.len() < 2 || has_begun(connection).await? {
+        insert_chunks(connection, schema, chunks).await
+    } else {
+        // Without a transaction each statement would be one, and a failure leave half of the jobs.
+        async {
+            let mut tx = connection.begin().await?;
+            let ids = insert_chunks(&mut tx, schema, chunks).await?;
+            tx.commit().await?;
+            Ok(ids)
+        }
+        .await
+    };
     wake::poke();
+    written.map_err(|source| match &source {
+        sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
+            Error::Serialization(source)
+        }
+        _ => Error::Database { action: "enqueue jobs", source },
+    })
+}
+
+/// Whether a transaction is open, however it was begun.
+async fn has_begun(connection: &mut PgConnection) -> Result<bool> {
+    let probe = "savepoint jobq_probe; release savepoint jobq_probe";
+    match connection.execute(probe).await {
+        Ok(_) => Ok(true),
+        // There is no transaction to have a savepoint in.
+        Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P01") => Ok(false),
+        Err(source) => Err(Error::Database { action: "enqueue jobs", source }),
+    }
+}
+
+async fn insert_chunks(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    chunks: Vec<&[CheckedJob]>,
+) -> sqlx::Result<Vec<JobId>> {
+    let mut ids = Vec::new();
+    for chunk in chunks {
+        ids.extend(insert_chunk(connection, schema, chunk, None).await?);
+    }
     Ok(ids)
 }
 
@@ -242,7 +273,17 @@ impl EnqueueTarget for &PgPool {
         let pool = self.clone();
         // A task of its own: when the caller drops its future, the insert still ends whole.
         let insert = tokio::spawn(async move { insert_owned(&pool, &schema, &jobs).await });
-        insert.await.expect("the insert does not panic")
+        match insert.await {
+            Ok(written) => written,
+            Err(ended) => match ended.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                // The async runtime is being shut down, and has dropped the insert.
+                Err(_) => Err(Error::CommitUnknown {
+                    ids: Vec::new(),
+                    source: sqlx::Error::WorkerCrashed,
+                }),
+            },
+        }
     }
 }
 
