@@ -108,10 +108,10 @@ pub(crate) async fn run(worker: Arc<Worker>, job: ClaimedJob, slot: Slot, contro
     let lease = job.lease;
     let settlement = attempt(&worker, job, &control).instrument(span.clone()).await;
     if let Some(settlement) = settlement {
-        worker.settle(Finished { settlement, control, _slot: slot, span, refused: false }).await;
+        worker.settle(Finished { settlement, control, slot, span, refused: false }).await;
     } else {
         worker.lost(lease, &span);
-        drop(slot);
+        Slot::free(vec![slot]);
     }
 }
 

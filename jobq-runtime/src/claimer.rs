@@ -326,7 +326,7 @@ impl Claimer<'_> {
         let retention = self.worker.retention(&job.queue, self.worker.registry.get(&job.kind));
         let settlement = Settlement { lease: job.lease, transition, retention, doubtful: false };
         let span = tracing::info_span!("job", id = job.lease.job.0, kind = %job.kind);
-        let finished = Finished { settlement, control, _slot: slot, span, refused: false };
+        let finished = Finished { settlement, control, slot, span, refused: false };
         self.worker.settle(finished).await;
     }
 

@@ -128,7 +128,7 @@ impl QueueOptions {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct Ended {
-    /// Jobs completed, those completed inside a handler's transaction not counted.
+    /// Jobs completed.
     pub completed: u64,
     /// Attempts that failed and are retried.
     pub failed: u64,
@@ -668,7 +668,7 @@ fn summary(worker: &Worker) -> Ended {
         dead: count(&stats.dead),
         cancelled: count(&stats.cancelled),
         released: count(&stats.released),
-        abandoned: worker.running_count() as u64,
+        abandoned: worker.abandoned(),
         leases_lost: count(&stats.leases_lost),
         rescued: count(&stats.rescued),
     }

@@ -36,7 +36,7 @@ const LOCKED_WAIT: Duration = Duration::from_millis(2);
 pub(crate) struct Finished {
     pub(crate) settlement: Settlement,
     pub(crate) control: Arc<Control>,
-    pub(crate) _slot: Slot,
+    pub(crate) slot: Slot,
     pub(crate) span: Span,
     /// The database refused it, and not for a passing reason; said once.
     pub(crate) refused: bool,
@@ -107,16 +107,16 @@ impl Inbox {
 
 /// Writes what can be written, and leaves the rest in the batch.
 async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> {
-    // Freed together at the end, so that the next claim is as large as this batch.
     let mut ended = Vec::new();
     for lost in batch.extract_if(.., |finished| {
         // What may have been written already is looked up, not given up.
         finished.control.is_lost() && !finished.settlement.doubtful
     }) {
         worker.lost(lost.settlement.lease, &lost.span);
-        ended.push(lost);
+        ended.push(lost.slot);
     }
     if batch.is_empty() {
+        Slot::free(ended);
         return Ok(());
     }
     let settlements: Vec<Settlement> =
@@ -150,6 +150,7 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
             for finished in batch.iter_mut() {
                 finished.settlement.doubtful = true;
             }
+            Slot::free(ended);
             return Err(error);
         }
     };
@@ -158,18 +159,21 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
         match settled {
             Settled::Written => {
                 report(worker, &finished);
-                ended.push(finished);
+                ended.push(finished.slot);
             }
             Settled::Found => {
+                // By the job function itself, or by an earlier try whose reply was lost.
                 if finished.control.completing.load(Ordering::SeqCst) {
                     worker.stats.completed.fetch_add(1, Ordering::Relaxed);
+                } else {
+                    worker.stats.count(&finished.settlement.transition);
                 }
                 finished.span.in_scope(|| tracing::debug!("written before"));
-                ended.push(finished);
+                ended.push(finished.slot);
             }
             Settled::LeaseLost => {
                 worker.lost(finished.settlement.lease, &finished.span);
-                ended.push(finished);
+                ended.push(finished.slot);
             }
             Settled::Busy => rest.push(finished),
             Settled::CancelRequested => {
@@ -179,6 +183,7 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
         }
     }
     *batch = rest;
+    Slot::free(ended);
     Ok(())
 }
 

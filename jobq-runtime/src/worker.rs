@@ -48,20 +48,45 @@ struct Run {
     control: Arc<Control>,
 }
 
-/// A job that this process holds, and its place among those that may run at once. When this is
-/// dropped the job is forgotten and the place is free again, whatever became of the attempt.
+/// A job that this process holds, and its place among those that may run at once. However the
+/// attempt ends, the job is forgotten and the place is free again with the end of this.
 pub(crate) struct Slot {
     worker: Arc<Worker>,
     lease: Lease,
     permit: Option<OwnedSemaphorePermit>,
 }
 
+impl Slot {
+    /// Frees the slots of jobs whose outcome is written, or is somebody else's to write. All are
+    /// told of at once, so that the next claim asks for as many.
+    pub(crate) fn free(mut slots: Vec<Self>) {
+        for slot in &mut slots {
+            slot.end(false);
+        }
+        if let Some(slot) = slots.first() {
+            slot.worker.freed.notify_one();
+        }
+    }
+
+    fn end(&mut self, abandoned: bool) {
+        let Some(permit) = self.permit.take() else { return };
+        let mut running = locked(&self.worker.running);
+        running.remove(&(self.lease.job, self.lease.token));
+        if abandoned {
+            self.worker.stats.abandoned.fetch_add(1, Ordering::Relaxed);
+        }
+        drop(running);
+        drop(permit);
+    }
+}
+
 impl Drop for Slot {
+    /// Nobody writes the outcome any more: the job is left to be rescued.
     fn drop(&mut self) {
-        locked(&self.worker.running).remove(&(self.lease.job, self.lease.token));
-        // First free, then told: whoever is woken must find it.
-        self.permit.take();
-        self.worker.freed.notify_one();
+        if self.permit.is_some() {
+            self.end(true);
+            self.worker.freed.notify_one();
+        }
     }
 }
 
@@ -121,6 +146,12 @@ impl Worker {
 
     pub(crate) fn running_count(&self) -> usize {
         locked(&self.running).len()
+    }
+
+    /// How many jobs were left, or will be if the process ends now.
+    pub(crate) fn abandoned(&self) -> u64 {
+        let running = locked(&self.running);
+        running.len() as u64 + self.stats.abandoned.load(Ordering::Relaxed)
     }
 
     /// The jobs this process believes it holds under a session.
@@ -282,6 +313,7 @@ pub(crate) struct Stats {
     pub(crate) dead: AtomicU64,
     pub(crate) cancelled: AtomicU64,
     pub(crate) released: AtomicU64,
+    pub(crate) abandoned: AtomicU64,
     pub(crate) leases_lost: AtomicU64,
     pub(crate) rescued: AtomicU64,
     pub(crate) restarts: AtomicU64,
