@@ -34,9 +34,10 @@ use crate::retry::Backoff;
 pub struct Counters {
     /// Attempts that were started and not given back; the running one included.
     pub attempt: u32,
-    /// Attempts that ended because their lease expired.
+    /// Attempts in a row that ended because their lease expired.
     pub crashes: u32,
-    /// Claims given back unfinished, by a shutdown or after a lost claim reply.
+    /// Claims given back unfinished: by a shutdown, after a lost claim reply, or by a process that
+    /// could not extend its lease.
     pub interruptions: u32,
 }
 
@@ -114,6 +115,9 @@ pub fn admit(counters: Counters, limits: Limits) -> Option<Transition> {
 ///
 /// `counters.attempt` is the number of that attempt, counted from 1; the attempt numbered
 /// `limits.max_attempts` is the last. `unit` is a random number in `0.0..1.0` for the jitter.
+///
+/// Crashes are counted in a row: an attempt that returns, with whatever outcome, has not taken its
+/// process along.
 pub fn settle(
     outcome: Outcome,
     counters: Counters,
@@ -133,12 +137,16 @@ pub fn settle(
         }
         Outcome::Failed { reason, error, retry_after } => Transition::Requeue {
             when: When::After(retry_after.unwrap_or_else(|| backoff.delay(counters.attempt, unit))),
-            counters,
+            counters: Counters { crashes: 0, ..counters },
             record: Some(AttemptRecord { reason, error }),
         },
         Outcome::Snoozed { delay } => Transition::Requeue {
             when: When::After(delay),
-            counters: Counters { attempt: counters.attempt.saturating_sub(1), ..counters },
+            counters: Counters {
+                attempt: counters.attempt.saturating_sub(1),
+                crashes: 0,
+                ..counters
+            },
             record: None,
         },
         Outcome::Discarded { error } => {
@@ -165,7 +173,7 @@ pub fn release(counters: Counters) -> Transition {
         },
         record: Some(AttemptRecord {
             reason: AttemptReason::Interrupted,
-            error: "the worker stopped before the job was done".to_owned(),
+            error: "the worker stopped, or lost the database, before the job was done".to_owned(),
         }),
     }
 }

@@ -358,6 +358,7 @@ impl<'a> Writer<'a> {
                 options: #jobq::JobOptions { #fields },
                 file: ::core::file!(),
                 line: ::core::line!(),
+                module: ::core::module_path!(),
                 needs: #needs,
                 handler: #private::Handler::#handler(__jobq_run),
             }

@@ -29,6 +29,9 @@ pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How often a job function that cannot be dropped is complained about.
 const STUCK_EVERY: Duration = Duration::from_secs(10);
 
+/// How long a job waits that found no thread to run on.
+const NO_THREAD_WAIT: Duration = Duration::from_secs(5);
+
 /// A running attempt, as seen from outside: what the heartbeat and the shutdown can do to it.
 #[derive(Debug, Default)]
 pub(crate) struct Control {
@@ -171,7 +174,7 @@ async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Ou
         Handler::Async(function) => Running::Async(guard(function, call)),
         Handler::Blocking(function) => Running::Blocking(on_a_thread(function, call)),
     };
-    let deadline = def.options.timeout.map(|timeout| Instant::now() + timeout);
+    let deadline = def.options.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     let mut timeout = pin!(async {
         match deadline {
             Some(deadline) => sleep_until(deadline).await,
@@ -204,11 +207,18 @@ async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Ou
         }
         () = &mut grace => Some(Outcome::Cancelled { reason: None }),
     };
-    handler.end(control).await;
+    let (gone, ended) = match handler.end(control).await {
+        Gone::Yes => (true, ended),
+        // It did not stop but finish.
+        Gone::Returned(done @ Outcome::Completed { .. }) => (true, Some(done)),
+        Gone::Returned(_) => (true, ended),
+        Gone::LeftBehind => (false, ended),
+    };
     match (control.verdict(), ended) {
-        (LOST, _) => None,
         // What is done is done, also when somebody wanted it stopped.
         (_, Some(done @ (Outcome::Completed { .. } | Outcome::Cancelled { .. }))) => Some(done),
+        // Unless somebody else has the job by now it can be given back: it is not to blame.
+        (LOST, _) => gone.then_some(Outcome::Interrupted),
         (CANCEL, _) => Some(Outcome::Cancelled { reason: None }),
         // It failed because it was told to stop: that costs no attempt.
         (WARNED | INTERRUPT, Some(Outcome::Failed { .. })) | (_, None) => {
@@ -216,6 +226,15 @@ async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Ou
         }
         (_, Some(outcome)) => Some(outcome),
     }
+}
+
+/// What became of a job function that was to end.
+enum Gone {
+    Yes,
+    /// Its thread came back, with this.
+    Returned(Outcome),
+    /// Its thread still runs.
+    LeftBehind,
 }
 
 /// A job function that is running.
@@ -229,8 +248,10 @@ impl Running {
     async fn outcome(&mut self) -> Outcome {
         let outcome = match self {
             Self::Async(future) => future.await,
-            // A thread that could not be started is not the job's fault.
-            Self::Blocking(thread) => thread.await.unwrap_or(Outcome::Interrupted),
+            // A thread that could not be started is not the job's fault, nor will it be had at once.
+            Self::Blocking(thread) => {
+                thread.await.unwrap_or(Outcome::Snoozed { delay: NO_THREAD_WAIT })
+            }
             Self::Ended => std::future::pending().await,
         };
         *self = Self::Ended;
@@ -241,27 +262,28 @@ impl Running {
     ///
     /// A future is dropped. A thread cannot be: its slot and its lease are kept until it returns,
     /// so that the job never runs twice at once, unless the attempt has to end now.
-    async fn end(&mut self, control: &Control) {
+    async fn end(&mut self, control: &Control) -> Gone {
         match std::mem::replace(self, Self::Ended) {
             Self::Async(future) => {
                 if catch_unwind(AssertUnwindSafe(|| drop(future))).is_err() {
                     tracing::error!("dropping a cancelled job function panicked");
                 }
+                Gone::Yes
             }
             Self::Blocking(mut thread) => loop {
                 tokio::select! {
                     biased;
-                    _ = &mut thread => return,
+                    returned = &mut thread => return returned.map_or(Gone::Yes, Gone::Returned),
                     () = control.ended.cancelled() => {
                         tracing::warn!("the job function still runs on its thread and is left behind");
-                        return;
+                        return Gone::LeftBehind;
                     }
                     () = sleep(STUCK_EVERY) => {
                         tracing::warn!("the job function was told to stop and does not return");
                     }
                 }
             },
-            Self::Ended => (),
+            Self::Ended => Gone::Yes,
         }
     }
 }
@@ -307,13 +329,16 @@ fn guard(
 }
 
 /// The outcome of a panic, with its message.
-#[allow(clippy::needless_pass_by_value, reason = "it is what catch_unwind gives")]
 fn panicked(panic: Box<dyn Any + Send>) -> Outcome {
     let message = panic
         .downcast_ref::<&str>()
         .map(|text| (*text).to_owned())
         .or_else(|| panic.downcast_ref::<String>().cloned())
         .unwrap_or_else(|| "a value that is no text".to_owned());
+    // The value is the job function's too, and its end may panic like anything else of it.
+    if catch_unwind(AssertUnwindSafe(|| drop(panic))).is_err() {
+        tracing::error!("dropping what a job function panicked with panicked");
+    }
     Outcome::Failed {
         reason: AttemptReason::Panicked,
         error: storable(&format!("panicked: {message}")),

@@ -18,8 +18,8 @@ use crate::attempt::{self, Control};
 use crate::error::{Error, Result};
 use crate::runtime::catch_panic;
 use crate::settler::Finished;
-use crate::store::{Claim, ClaimedJob, QueueClaim, Settlement, WakeUp};
-use crate::worker::{Slot, Worker, locked};
+use crate::store::{Claim, ClaimedJob, QueueClaim, Settled, Settlement, WakeUp};
+use crate::worker::{Pass, Slot, Worker, locked};
 
 /// The first waits of an idle worker, doubling; a job enqueued in a transaction that is still open
 /// is met soon after it commits.
@@ -34,15 +34,28 @@ const JUST_IDLE: Duration = Duration::from_secs(5);
 /// The longest wait after a failed claim.
 const LONGEST_BACKOFF: Duration = Duration::from_secs(5);
 
-/// How long a crashed job waits for its process to become idle before another one may try; doubles
-/// with each time.
-const ISOLATION_WAIT: Duration = Duration::from_secs(30);
+/// How long a crashed job waits for its process to become idle, which claims nothing meanwhile.
+const ISOLATION_WAIT: Duration = Duration::from_secs(10);
+
+/// How long a crashed job is given back for when its process did not become idle; doubles with each
+/// time.
+const ISOLATION_PAUSE: Duration = Duration::from_secs(5);
+
+/// How often a crashed job is given back before it runs beside others all the same.
+const ISOLATION_TRIES: u32 = 6;
 
 /// After this long a statement whose reply was lost has ended on the server, one way or the other.
 const REPLY_LOST: Duration = Duration::from_secs(20);
 
 /// The pause before the next claim when a session has expired.
 const EXPIRED_PAUSE: Duration = Duration::from_millis(50);
+
+/// How often to look for jobs that the database says this process holds and that it never heard of,
+/// even if no claim failed.
+const RECONCILE_EVERY: Duration = Duration::from_secs(600);
+
+/// The wait before looking again for jobs that could not be given back at once.
+const RECONCILE_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long a stopping worker waits for the claim that is in flight.
 const LAST_CLAIM: Duration = Duration::from_millis(250);
@@ -62,18 +75,18 @@ pub(crate) struct WakeUps {
     pub(crate) sent: mpsc::Receiver<WakeUp>,
 }
 
-/// A claimed job that has crashed before and waits to run alone.
-struct Suspect {
+/// A claimed job that is not running yet: it crashed before and must run alone, or another one is
+/// running alone.
+struct Waiting {
     job: ClaimedJob,
     slot: Slot,
     control: Arc<Control>,
-    patience_ends: Instant,
 }
 
 struct Claimer<'w> {
     worker: &'w Arc<Worker>,
     running: &'w TaskTracker,
-    suspects: VecDeque<Suspect>,
+    waiting: VecDeque<Waiting>,
     idle_since: Option<Instant>,
     poll: Duration,
     /// When the next pending job is due, as far as this process knows.
@@ -81,6 +94,7 @@ struct Claimer<'w> {
     backoff: Duration,
     /// When to look for jobs of a claim whose reply was lost.
     reconcile_at: Vec<Instant>,
+    reconcile_anyway_at: Instant,
     /// The database was away: begin anew at the proven floors.
     restart_floors: bool,
 }
@@ -96,19 +110,20 @@ pub(crate) async fn run(
     let mut claimer = Claimer {
         worker,
         running,
-        suspects: VecDeque::new(),
+        waiting: VecDeque::new(),
         idle_since: None,
         poll: FIRST_POLL,
         next_due: None,
         backoff: Duration::ZERO,
         reconcile_at: Vec::new(),
+        reconcile_anyway_at: Instant::now() + RECONCILE_EVERY.mul_f64(rand::random()),
         restart_floors: false,
     };
     // A claim in flight is waited for, so that what it brought is started or given back; only a
     // database that does not answer must not hold up a stop.
     while !stop.is_cancelled() {
-        if let Some(suspect) = claimer.suspects.pop_front() {
-            claimer.run_alone(suspect, stop).await;
+        if let Some(waiting) = claimer.waiting.pop_front() {
+            claimer.admit(waiting, stop).await;
             continue;
         }
         let looked = tokio::select! {
@@ -140,8 +155,8 @@ pub(crate) async fn run(
         }
     }
     let give_back = async {
-        while let Some(suspect) = claimer.suspects.pop_front() {
-            claimer.give_back(suspect, When::Next).await;
+        while let Some(waiting) = claimer.waiting.pop_front() {
+            claimer.give_back(waiting, When::Next).await;
         }
     };
     drop(timeout(LAST_CLAIM, give_back).await);
@@ -241,16 +256,17 @@ impl Claimer<'_> {
         let permit =
             permit.expect("only this loop takes slots, and it claimed no more than are free");
         let (slot, control) = self.worker.hold(job.lease, permit);
-        if job.counters.crashes > 0 {
-            let doublings = job.counters.interruptions.min(5);
-            let patience_ends = Instant::now() + ISOLATION_WAIT * 2_u32.pow(doublings);
-            self.suspects.push_back(Suspect { job, slot, control, patience_ends });
-        } else {
-            self.run(job, slot, control);
+        let mut waiting = Waiting { job, slot, control };
+        match Pass::try_shared() {
+            Some(pass) if waiting.job.counters.crashes == 0 => {
+                waiting.slot.admit(pass);
+                self.run(waiting);
+            }
+            _ => self.waiting.push_back(waiting),
         }
     }
 
-    fn run(&self, job: ClaimedJob, slot: Slot, control: Arc<Control>) {
+    fn run(&self, Waiting { job, slot, control }: Waiting) {
         let worker = Arc::clone(self.worker);
         let session = job.lease.session;
         self.running.spawn(async move {
@@ -263,60 +279,70 @@ impl Claimer<'_> {
         });
     }
 
-    /// Runs a job that crashed before, with nothing beside it in this process.
-    ///
-    /// Its process dies with it if it crashes again, but then nobody else was there to blame.
-    async fn run_alone(&mut self, suspect: Suspect, stop: &CancellationToken) {
-        // The job itself and those waiting behind it are claimed but not running.
-        let waiting = self.suspects.len() + 1;
-        while self.worker.running_count() > waiting {
-            tokio::select! {
-                () = stop.cancelled() => return self.give_back(suspect, When::Next).await,
-                () = self.worker.freed.notified() => {}
-                () = sleep_until(suspect.patience_ends.into()) => {
-                    tracing::info!(id = suspect.job.lease.job.0,
-                        "gave back a job that must run alone: this process does not become idle");
-                    let wait = Duration::from_secs(5).mul_f64(1.0 + rand::random::<f64>());
-                    return self.give_back(suspect, When::After(wait)).await;
-                }
-            }
+    /// Runs a job that had to wait.
+    async fn admit(&mut self, mut waiting: Waiting, stop: &CancellationToken) {
+        if waiting.job.counters.crashes > 0 {
+            return self.admit_suspect(waiting, stop).await;
         }
-        loop {
-            let isolated = tokio::select! {
-                isolated = self.worker.store.isolate(suspect.job.lease) => isolated,
-                () = stop.cancelled() => return self.give_back(suspect, When::Next).await,
-            };
-            match isolated {
-                Ok(true) => break,
-                Ok(false) => {
-                    suspect.control.lose();
-                    break;
-                }
-                Err(error) => self.failed(&error, stop).await,
-            }
-            if stop.is_cancelled() || suspect.control.is_lost() {
-                return self.give_back(suspect, When::Next).await;
-            }
-        }
-        tracing::info!(
-            id = suspect.job.lease.job.0,
-            crashes = suspect.job.counters.crashes,
-            "running a job that crashed before alone in this process"
-        );
-        let Suspect { job, slot, control, .. } = suspect;
-        let lease = job.lease;
-        self.run(job, slot, Arc::clone(&control));
-        while self.worker.holds(lease) && !control.is_lost() {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = self.worker.freed.notified() => {}
+        tokio::select! {
+            () = stop.cancelled() => self.give_back(waiting, When::Next).await,
+            pass = Pass::shared() => {
+                waiting.slot.admit(pass);
+                self.run(waiting);
             }
         }
     }
 
+    /// Runs a job that crashed before with nothing beside it in this process.
+    ///
+    /// Its process dies with it if it crashes again, but then nobody else was there to blame. Where
+    /// no process becomes idle it runs beside others in the end: it must run some day, and is then
+    /// blamed alone.
+    async fn admit_suspect(&mut self, mut waiting: Waiting, stop: &CancellationToken) {
+        let tries = waiting.job.counters.interruptions;
+        if tries < ISOLATION_TRIES {
+            tokio::select! {
+                () = stop.cancelled() => return self.give_back(waiting, When::Next).await,
+                pass = Pass::alone() => waiting.slot.admit(pass),
+                () = sleep(ISOLATION_WAIT) => {
+                    tracing::info!(id = waiting.job.lease.job.0,
+                        "gave back a job that must run alone: this process does not become idle");
+                    let pause = ISOLATION_PAUSE * 2_u32.pow(tries);
+                    let pause = pause.mul_f64(1.0 + rand::random::<f64>());
+                    return self.give_back(waiting, When::After(pause)).await;
+                }
+            }
+        } else {
+            tokio::select! {
+                () = stop.cancelled() => return self.give_back(waiting, When::Next).await,
+                pass = Pass::shared() => waiting.slot.admit(pass),
+            }
+        }
+        loop {
+            if stop.is_cancelled() || waiting.control.is_lost() {
+                return self.give_back(waiting, When::Next).await;
+            }
+            let isolated = tokio::select! {
+                isolated = self.worker.store.isolate(waiting.job.lease) => isolated,
+                () = stop.cancelled() => continue,
+            };
+            match isolated {
+                Ok(true) => break,
+                Ok(false) => waiting.control.lose(),
+                Err(error) => self.failed(&error, stop).await,
+            }
+        }
+        tracing::info!(
+            id = waiting.job.lease.job.0,
+            crashes = waiting.job.counters.crashes,
+            "running a job that crashed before"
+        );
+        self.run(waiting);
+    }
+
     /// Gives a claimed job back unstarted; it costs no attempt.
-    async fn give_back(&self, suspect: Suspect, when: When) {
-        let Suspect { job, slot, control, .. } = suspect;
+    async fn give_back(&self, waiting: Waiting, when: When) {
+        let Waiting { job, slot, control } = waiting;
         let transition = match lifecycle::release(job.counters) {
             Transition::Requeue { counters, record, .. } => {
                 Transition::Requeue { when, counters, record }
@@ -341,9 +367,15 @@ impl Claimer<'_> {
     /// Gives back jobs that the database says this process holds, but that it never heard of: the
     /// reply to their claim was lost.
     async fn reconcile(&mut self) -> Result<()> {
-        if self.reconcile_at.first().is_none_or(|at| *at > Instant::now()) {
+        let now = Instant::now();
+        if now >= self.reconcile_anyway_at {
+            self.reconcile_anyway_at = now + RECONCILE_EVERY.mul_f64(0.5 + rand::random::<f64>());
+            self.reconcile_at.insert(0, now);
+        }
+        if self.reconcile_at.first().is_none_or(|at| *at > now) {
             return Ok(());
         }
+        let mut all_ended = true;
         let worker = self.worker;
         for session in worker.sessions.all_open() {
             let held = worker.store.held(session.id).await?;
@@ -352,7 +384,11 @@ impl Claimer<'_> {
                 .filter(|job| !worker.holds(job.lease))
                 .map(|job| Settlement {
                     lease: job.lease,
-                    transition: lifecycle::release(job.counters),
+                    transition: if job.cancel_requested {
+                        Transition::Cancel { reason: None }
+                    } else {
+                        lifecycle::release(job.counters)
+                    },
                     retention: crate::store::DEFAULT_RETENTION,
                     doubtful: false,
                 })
@@ -362,10 +398,17 @@ impl Claimer<'_> {
                     jobs = unknown.len(),
                     "giving back jobs of a claim whose reply was lost"
                 );
-                worker.store.settle(&unknown).await?;
+                let settled = worker.store.settle(&unknown).await?;
+                all_ended &= !settled
+                    .iter()
+                    .any(|settled| matches!(settled, Settled::Busy | Settled::CancelRequested));
             }
         }
-        self.reconcile_at.remove(0);
+        if all_ended {
+            self.reconcile_at.remove(0);
+        } else {
+            self.reconcile_at[0] = Instant::now() + RECONCILE_PAUSE;
+        }
         Ok(())
     }
 
@@ -380,14 +423,20 @@ impl Claimer<'_> {
         }
     }
 
-    /// Before ending as idle: looks once more from the proven floors. True if something is there.
+    /// Before ending as idle: takes back the jobs of dead workers, wakes those that waited for their
+    /// kind, and looks once more from the proven floors. True if something is there.
     async fn rest(&mut self) -> Result<bool> {
+        let worker = self.worker;
+        let rescued = crate::sweep::rescue(&*worker.store, false).await?;
+        if rescued + worker.unpark().await? > 0 {
+            return Ok(true);
+        }
         let proven = crate::sweep::proven_floors(&*self.worker.store).await?;
         locked(&self.worker.floors).restart(proven);
         let looked = self.claim().await?;
         Ok(!matches!(looked, Looked::NothingDue)
             || self.worker.running_count() > 0
-            || !self.suspects.is_empty())
+            || !self.waiting.is_empty())
     }
 
     /// Waits until there may be something to claim.
@@ -430,10 +479,7 @@ impl Claimer<'_> {
     }
 
     async fn look_ahead(&self) -> Option<Duration> {
-        let queues: Vec<String> =
-            self.worker.queues.iter().map(|queue| queue.name.clone()).collect();
-        let kinds: Vec<String> =
-            self.worker.registry.kinds().into_iter().map(|(kind, _)| kind.to_owned()).collect();
+        let (queues, kinds) = (self.worker.queue_names(), self.worker.kind_names());
         self.worker.store.next_due(&queues, &kinds).await.ok().flatten()
     }
 }

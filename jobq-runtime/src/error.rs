@@ -130,6 +130,9 @@ pub enum StartProblem {
          (`use my_jobs as _;`) so that it is linked, or list them: `.jobs(jobq::jobs![resize])`"
     )]
     NoJobs,
+    /// No queue is left to serve.
+    #[error("no queue is served: `.only_queues(...)` was given none")]
+    NoQueues,
     /// Two jobs have one name.
     #[error("two jobs are named {kind:?}: {first} and {second}; rename one with `name = \"…\"`")]
     DuplicateJob {

@@ -30,7 +30,7 @@ const FAR_EVERY: Duration = Duration::from_millis(50);
 /// Where claims begin, for each queue and band of one process.
 pub(crate) struct Floors {
     places: HashMap<(String, i16), Floor>,
-    /// The database's time of the last claim, and when that was here.
+    /// Up to when the last claim has seen everything, and when that was here.
     seen: Option<(Timestamp, Instant)>,
     next_far: Instant,
 }
@@ -77,8 +77,8 @@ impl Floors {
 
     /// Learns from what a claim brought.
     pub(crate) fn advance(&mut self, asked: &[QueueClaim], claimed: &Claimed, now: Instant) {
-        self.seen = Some((claimed.now, now));
-        let near = Floor { run_after: claimed.now.minus(NEAR), id: 0 };
+        self.seen = Some((claimed.seen_to, now));
+        let near = Floor { run_after: claimed.seen_to.minus(NEAR), id: 0 };
         for queue in asked {
             let mut brought = 0;
             for (band, _) in &queue.floors {
@@ -162,7 +162,7 @@ mod tests {
     fn step(floors: &mut Floors, limit: u32, now: i64, jobs: Vec<ClaimedJob>) {
         let at = Instant::now();
         let asked = [floors.claim("q", limit, false, at)];
-        floors.advance(&asked, &Claimed { now: Timestamp(now), sessions_live: true, jobs }, at);
+        floors.advance(&asked, &Claimed { seen_to: Timestamp(now), sessions_live: true, jobs }, at);
     }
 
     #[test]

@@ -20,6 +20,12 @@ use crate::worker::{OpenSession, Worker, locked};
 /// The longest time between two heartbeats, whatever the lease: they also carry cancellations.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
+/// How long opening the connection may take, at least.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long a lease is trusted, at least, after a heartbeat found the database locked by a writer.
+const BLOCKED: Duration = Duration::from_secs(1);
+
 /// How often the watchdog looks.
 const WATCH: Duration = Duration::from_millis(50);
 
@@ -146,21 +152,22 @@ async fn extend(
     pulse: &mut Option<Box<dyn Pulse>>,
     patience: Duration,
 ) -> Beaten {
+    if pulse.is_none() {
+        // A connection takes several round trips to open, and a beat one or two.
+        match timeout(patience.max(CONNECT_PATIENCE), worker.store.pulse()).await {
+            Ok(Ok(opened)) => *pulse = Some(opened),
+            Ok(Err(error)) => return failed(&error),
+            Err(_) => return unanswered(),
+        }
+    }
+    let Some(open) = pulse else { return Beaten::TryAgain(Duration::ZERO) };
     let beat = Beat {
         session: session.id.0,
         held: worker.held(session.id),
         floors: locked(&worker.floors).all(),
     };
     let sent = Instant::now();
-    let reply = timeout(patience, async {
-        let open = match pulse {
-            Some(open) => open,
-            None => pulse.insert(worker.store.pulse().await?),
-        };
-        open.beat(&beat).await
-    })
-    .await;
-    match reply {
+    match timeout(patience, open.beat(&beat)).await {
         Ok(Ok(BeatReply::Extended { lost, cancel_requested })) => {
             // Counted from before the question was sent: the true end is never earlier.
             worker.sessions.extend(session.id, sent + session.lease);
@@ -179,21 +186,26 @@ async fn extend(
             Beaten::Extended
         }
         Ok(Ok(BeatReply::Blocked)) => {
-            worker.sessions.extend(session.id, Instant::now() + pause(session.lease));
+            worker.sessions.extend(session.id, Instant::now() + pause(session.lease).max(BLOCKED));
             Beaten::TryAgain(Duration::from_millis(20))
         }
         Ok(Err(error)) => {
             *pulse = None;
-            tracing::warn!(
-                error = &error as &dyn std::error::Error,
-                "heartbeat failed; trying again"
-            );
-            Beaten::TryAgain(Duration::from_millis(100).mul_f64(1.0 + rand::random::<f64>()))
+            failed(&error)
         }
         Err(_) => {
             *pulse = None;
-            tracing::warn!("heartbeat not answered in time; trying again");
-            Beaten::TryAgain(Duration::ZERO)
+            unanswered()
         }
     }
+}
+
+fn failed(error: &crate::Error) -> Beaten {
+    tracing::warn!(error = error as &dyn std::error::Error, "heartbeat failed; trying again");
+    Beaten::TryAgain(Duration::from_millis(100).mul_f64(1.0 + rand::random::<f64>()))
+}
+
+fn unanswered() -> Beaten {
+    tracing::warn!("heartbeat not answered in time; trying again");
+    Beaten::TryAgain(Duration::ZERO)
 }

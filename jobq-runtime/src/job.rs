@@ -91,6 +91,10 @@ impl JobOptions {
         );
         if let Some(timeout) = self.timeout {
             assert!(!timeout.is_zero(), "`timeout` must be longer than 0s; leave it out for none");
+            assert!(
+                timeout.as_secs() <= jobq_core::duration::MAX.as_secs(),
+                "`timeout` must be at most 100 years; leave it out for none"
+            );
         }
         assert!(
             self.max_attempts >= 1,
@@ -131,6 +135,8 @@ pub struct JobDef {
     pub file: &'static str,
     /// The line of the function.
     pub line: u32,
+    /// The module of the function.
+    pub module: &'static str,
     /// The state the function needs from the runtime.
     pub needs: fn() -> Vec<Need>,
     /// How to run it.

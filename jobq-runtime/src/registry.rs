@@ -78,9 +78,10 @@ impl Registry {
     }
 }
 
-/// Whether two references are to one definition: its address may differ between crates.
+/// Whether two references are to one definition: its address may differ between crates. A line
+/// alone does not tell: a macro of the application may make many functions in one.
 fn same(a: &JobDef, b: &JobDef) -> bool {
-    a.kind == b.kind && a.file == b.file && a.line == b.line
+    (a.kind, a.module, a.file, a.line) == (b.kind, b.module, b.file, b.line)
 }
 
 /// Where a job function is.

@@ -235,7 +235,7 @@ impl Runtime {
     /// How long running jobs may go on after a stop. Default: 25 s. What then still runs is
     /// cancelled and given back, which costs it no attempt; the runtime ends within two more seconds.
     pub fn shutdown_timeout(mut self, timeout: Duration) -> Self {
-        self.shutdown_timeout = timeout;
+        self.shutdown_timeout = timeout.min(jobq_core::duration::MAX);
         self
     }
 
@@ -397,6 +397,9 @@ impl Runtime {
                 }
             }
             queues.retain(|(name, _)| only.contains(name));
+            if only.is_empty() {
+                problems.push(StartProblem::NoQueues);
+            }
         }
         if !problems.is_empty() {
             return Err(Error::Start(problems));
@@ -645,7 +648,8 @@ async fn drain(
 /// Ends the sessions, so that nobody waits for their leases; not for long.
 async fn close_sessions(worker: &Worker) {
     let close = async {
-        for session in worker.sessions.all_open() {
+        // Taken first: a heartbeat must not meet a closed session and call it lost.
+        for session in worker.sessions.take_all() {
             if let Err(error) = worker.store.close_session(session.id).await {
                 tracing::debug!(
                     error = &error as &dyn std::error::Error,

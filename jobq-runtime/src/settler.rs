@@ -1,8 +1,9 @@
-//! Writing outcomes down, many at once, for as long as their leases live.
+//! Writing outcomes down, many at once.
 //!
 //! Outcomes that end while one batch is being written make up the next batch: under load batches
 //! grow by themselves, and a lone outcome waits for nobody. An outcome that cannot be written
-//! stays here and is tried again until it is, or its lease is lost.
+//! stays here and is tried again until the database says that it is, or that somebody else has the
+//! job: whatever this process may believe of its leases, the row decides.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -71,7 +72,7 @@ pub(crate) async fn run(worker: Arc<Worker>, inbox: Arc<Mutex<Inbox>>) {
                 tracing::warn!(
                     error = &error as &dyn std::error::Error,
                     jobs = before,
-                    "outcomes could not be written; trying again while their leases live"
+                    "outcomes could not be written; trying again"
                 );
                 sleep(wait.mul_f64(0.5 + 0.5 * rand::random::<f64>())).await;
                 wait = (wait * 2).min(LONGEST_WAIT);
@@ -107,18 +108,6 @@ impl Inbox {
 
 /// Writes what can be written, and leaves the rest in the batch.
 async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> {
-    let mut ended = Vec::new();
-    for lost in batch.extract_if(.., |finished| {
-        // What may have been written already is looked up, not given up.
-        finished.control.is_lost() && !finished.settlement.doubtful
-    }) {
-        worker.lost(lost.settlement.lease, &lost.span);
-        ended.push(lost.slot);
-    }
-    if batch.is_empty() {
-        Slot::free(ended);
-        return Ok(());
-    }
     let settlements: Vec<Settlement> =
         batch.iter().map(|finished| finished.settlement.clone()).collect();
     let mut settled = worker.store.settle(&settlements).await;
@@ -150,11 +139,10 @@ async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> 
             for finished in batch.iter_mut() {
                 finished.settlement.doubtful = true;
             }
-            Slot::free(ended);
             return Err(error);
         }
     };
-    let mut rest = Vec::new();
+    let (mut ended, mut rest) = (Vec::new(), Vec::new());
     for (mut finished, settled) in batch.drain(..).zip(settled) {
         match settled {
             Settled::Written => {

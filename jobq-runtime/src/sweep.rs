@@ -27,6 +27,20 @@ use crate::worker::Worker;
 /// The time between two passes: jobs of dead workers wait for them.
 pub(crate) const EVERY: Duration = Duration::from_secs(3);
 
+/// How long nobody is declared dead after something odd was noticed: the database was away, its
+/// clock stepped, this process was paused, or has only just started. Whoever is alive extends its
+/// sessions within this time.
+const CAREFUL: Duration = Duration::from_secs(6);
+
+/// A pass that comes later than this has not been kept waiting by a busy machine only.
+const LATE_PASS: Duration = Duration::from_secs(5);
+
+/// How far the database's clock may go apart from this machine's in one pass.
+const CLOCK_STEP: Duration = Duration::from_secs(1);
+
+/// How long a step that goes on while there is more may take.
+const STEP_TIME: Duration = Duration::from_secs(1);
+
 /// The longest time between two passes that look for lost jobs; a slow one waits 20 times what it
 /// took.
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
@@ -78,12 +92,19 @@ fn read_notes(text: &str) -> Notes {
 
 /// Sweeps for ever.
 pub(crate) async fn run(worker: Arc<Worker>) {
-    let mut sweep = Sweep { worker: &worker, complained: None, search_at: Instant::now() };
+    let mut sweep = Sweep {
+        worker: &worker,
+        complained: None,
+        search_at: Instant::now(),
+        last: None,
+        careful_until: Instant::now() + CAREFUL,
+    };
     // Spread the processes of a fleet that started together.
     let mut wait = EVERY.mul_f64(rand::random());
     loop {
         sleep(wait).await;
         if let Err(error) = sweep.pass().await {
+            sweep.careful_until = Instant::now() + CAREFUL;
             tracing::warn!(error = &error as &dyn std::error::Error, "sweep failed; trying again");
         }
         wait = EVERY;
@@ -95,35 +116,54 @@ struct Sweep<'w> {
     complained: Option<Instant>,
     /// When to look for lost jobs again.
     search_at: Instant,
+    /// The database's time in the last pass, and when that was here.
+    last: Option<(Timestamp, Instant)>,
+    careful_until: Instant,
 }
 
 impl Sweep<'_> {
     async fn pass(&mut self) -> Result<()> {
         let store = &*self.worker.store;
-        let rescued = rescue(store, false).await?;
-        self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
+        let horizon = store.horizon().await?;
+        if self.is_odd(horizon.now, Instant::now()) {
+            self.careful_until = Instant::now() + CAREFUL;
+        }
+        if Instant::now() >= self.careful_until {
+            let rescued = rescue(store, false).await?;
+            self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
+        }
         if Instant::now() >= self.search_at {
             let started = Instant::now();
-            self.search().await?;
-            self.search_at = Instant::now() + (started.elapsed() * 20).min(LONGEST_WAIT);
+            let whole = self.search(horizon).await?;
+            let pause = if whole { (started.elapsed() * 20).min(LONGEST_WAIT) } else { EVERY };
+            self.search_at = started + pause;
         }
         Ok(())
     }
 
-    /// What one process at a time does for all.
-    async fn search(&mut self) -> Result<()> {
+    /// Whether something happened since the last pass that may have kept others from extending
+    /// their sessions. Only a reason to wait: what this machine's clock says decides nothing.
+    fn is_odd(&mut self, now: Timestamp, here: Instant) -> bool {
+        let Some((last, last_here)) = self.last.replace((now, here)) else { return false };
+        let passed = here - last_here;
+        let (least, most) = (passed.saturating_sub(CLOCK_STEP), passed + CLOCK_STEP);
+        passed > EVERY + LATE_PASS || now < last.plus(least) || now > last.plus(most)
+    }
+
+    /// What one process at a time does for all; false if there is more to do.
+    async fn search(&mut self, horizon: Horizon) -> Result<bool> {
         let store = &*self.worker.store;
         let Some(holder) = self.worker.sessions.all_open().first().map(|session| session.id) else {
-            return Ok(());
+            return Ok(true);
         };
-        let Some(notes) = store.take_duty(DUTY, holder, EVERY * 3).await? else { return Ok(()) };
+        let Some(notes) = store.take_duty(DUTY, holder, EVERY * 3).await? else { return Ok(true) };
         let mut notes = read_notes(&notes);
-        let unknown = find_late(store, &mut notes).await?;
-        self.complain(&unknown);
+        let found = find_late(store, &mut notes, horizon).await?;
+        self.complain(&found.unknown);
         let text = serde_json::to_string(&notes).unwrap_or_default();
         store.note_duty(DUTY, holder, &text).await?;
-        store.prune(STEP).await?;
-        Ok(())
+        let pruned = while_full(|| store.prune(STEP)).await?;
+        Ok(found.whole && pruned)
     }
 
     /// Says once a minute which due jobs nobody can run.
@@ -140,6 +180,17 @@ impl Sweep<'_> {
              Is a worker missing, or the crate with these jobs not linked?"
         );
     }
+}
+
+/// Repeats a step for as long as it does all it may, for a moment; false if there is more to do.
+async fn while_full<F: Future<Output = Result<u64>>>(mut step: impl FnMut() -> F) -> Result<bool> {
+    let started = Instant::now();
+    while step().await? >= u64::from(STEP) {
+        if started.elapsed() > STEP_TIME {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Takes back the jobs of sessions whose lease expired; returns how many.
@@ -185,19 +236,31 @@ fn rescuing(job: &HeldJob) -> Settlement {
     }
 }
 
-/// Finds jobs that were passed by, and returns the kinds that no live session knows.
+/// What [`find_late`] found.
+#[derive(Default)]
+pub(crate) struct Found {
+    /// Kinds of due jobs that no live session knows.
+    pub(crate) unknown: HashSet<String>,
+    /// Whether everything was looked at.
+    pub(crate) whole: bool,
+}
+
+/// Finds jobs that were passed by, and kinds that no live session knows.
 ///
 /// A job was passed by when a worker that knows its kind has its floor beyond it: it committed
 /// late, or a claim that had locked it was rolled back, or a floor was simply wrong. It is put
 /// first in line. A due job whose kind no worker of its queue knows is parked, so that claims need
 /// not read past it.
-pub(crate) async fn find_late(store: &dyn Store, notes: &mut Notes) -> Result<HashSet<String>> {
-    let horizon = store.horizon().await?;
+pub(crate) async fn find_late(
+    store: &dyn Store,
+    notes: &mut Notes,
+    horizon: Horizon,
+) -> Result<Found> {
     begin_anew_if_due(store, notes, horizon).await?;
     prove(notes, horizon);
     let sessions = store.live_sessions().await?;
     let reach = Reach::new(&sessions);
-    let mut unknown = HashSet::new();
+    let mut found = Found { unknown: HashSet::new(), whole: true };
     for queue in &reach.queues {
         for band in bands() {
             let Some(to) = reach.farthest(queue, band) else { continue };
@@ -206,8 +269,7 @@ pub(crate) async fn find_late(store: &dyn Store, notes: &mut Notes) -> Result<Ha
                 .iter()
                 .find(|floor| floor.queue == *queue && floor.band == band)
                 .map_or(Floor::START, |floor| floor.floor);
-            let (clean_to, strangers) = look_through(store, &reach, queue, band, from, to).await?;
-            unknown.extend(strangers);
+            let clean_to = look_through(store, &reach, queue, band, (from, to), &mut found).await?;
             let proven = Floor { run_after: Timestamp(notes.proven.unwrap_or(i64::MIN)), id: 0 };
             let floor = clean_to.min(proven).max(from);
             match notes.floors.iter_mut().find(|known| known.queue == *queue && known.band == band)
@@ -220,9 +282,10 @@ pub(crate) async fn find_late(store: &dyn Store, notes: &mut Notes) -> Result<Ha
         }
     }
     for session in &sessions {
-        store.unpark(&session.queues, &session.kinds, STEP).await?;
+        let unpark = || store.unpark(&session.queues, &session.kinds, STEP);
+        found.whole &= while_full(unpark).await?;
     }
-    Ok(unknown)
+    Ok(found)
 }
 
 /// Every now and then, and when the clock stepped back, everything is looked through: jobs from
@@ -255,17 +318,15 @@ fn prove(notes: &mut Notes, horizon: Horizon) {
     }
 }
 
-/// Looks through a band up to `to`; returns up to where nothing pending is left, and the kinds that
-/// nobody knows.
+/// Looks through a part of a band; returns up to where nothing pending is left.
 async fn look_through(
     store: &dyn Store,
     reach: &Reach<'_>,
     queue: &str,
     band: i16,
-    from: Floor,
-    to: Floor,
-) -> Result<(Floor, HashSet<String>)> {
-    let mut unknown = HashSet::new();
+    (from, to): (Floor, Floor),
+    everything: &mut Found,
+) -> Result<Floor> {
     let mut at = from;
     let mut clean_to = None;
     for step in 1.. {
@@ -277,7 +338,7 @@ async fn look_through(
             match reach.passed(queue, band, &job.kind, place) {
                 Passed::Yes => late.push(job.clone()),
                 Passed::NobodyKnowsIt => {
-                    unknown.insert(job.kind.clone());
+                    everything.unknown.insert(job.kind.clone());
                     strangers.push(job.clone());
                 }
                 // Somebody will come to it: the band is clean up to just before it.
@@ -304,10 +365,11 @@ async fn look_through(
         }
         if step >= STEPS {
             clean_to = clean_to.or(Some(at));
+            everything.whole = false;
             break;
         }
     }
-    Ok((clean_to.unwrap_or(to), unknown))
+    Ok(clean_to.unwrap_or(to))
 }
 
 /// How far the live workers have claimed, and what they know.

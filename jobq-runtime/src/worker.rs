@@ -2,13 +2,15 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::lifecycle::Transition;
 use jobq_core::outcome::AttemptReason;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{
+    Notify, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, OwnedSemaphorePermit, RwLock, Semaphore, mpsc,
+};
 use tracing::Span;
 
 use crate::attempt::Control;
@@ -48,15 +50,48 @@ struct Run {
     control: Arc<Control>,
 }
 
+/// Held shared by every job that runs in this process, whichever runtime runs it, and exclusively by
+/// one that must run alone.
+static ALONE: LazyLock<Arc<RwLock<()>>> = LazyLock::new(Arc::default);
+
+/// A running job's part of [`ALONE`].
+pub(crate) enum Pass {
+    Shared { _guard: OwnedRwLockReadGuard<()> },
+    Alone { _guard: OwnedRwLockWriteGuard<()> },
+}
+
+impl Pass {
+    /// At once, unless a job runs alone or is about to.
+    pub(crate) fn try_shared() -> Option<Self> {
+        Some(Self::Shared { _guard: Arc::clone(&ALONE).try_read_owned().ok()? })
+    }
+
+    /// When no job runs alone.
+    pub(crate) async fn shared() -> Self {
+        Self::Shared { _guard: Arc::clone(&ALONE).read_owned().await }
+    }
+
+    /// When no other job runs; none is started while this waits.
+    pub(crate) async fn alone() -> Self {
+        Self::Alone { _guard: Arc::clone(&ALONE).write_owned().await }
+    }
+}
+
 /// A job that this process holds, and its place among those that may run at once. However the
 /// attempt ends, the job is forgotten and the place is free again with the end of this.
 pub(crate) struct Slot {
     worker: Arc<Worker>,
     lease: Lease,
     permit: Option<OwnedSemaphorePermit>,
+    pass: Option<Pass>,
 }
 
 impl Slot {
+    /// Lets the job run.
+    pub(crate) fn admit(&mut self, pass: Pass) {
+        self.pass = Some(pass);
+    }
+
     /// Frees the slots of jobs whose outcome is written, or is somebody else's to write. All are
     /// told of at once, so that the next claim asks for as many.
     pub(crate) fn free(mut slots: Vec<Self>) {
@@ -76,6 +111,7 @@ impl Slot {
             self.worker.stats.abandoned.fetch_add(1, Ordering::Relaxed);
         }
         drop(running);
+        self.pass = None;
         drop(permit);
     }
 }
@@ -137,7 +173,8 @@ impl Worker {
         if !self.sessions.is_open(lease.session) {
             control.lose();
         }
-        (Slot { worker: Arc::clone(self), lease, permit: Some(permit) }, control)
+        let slot = Slot { worker: Arc::clone(self), lease, permit: Some(permit), pass: None };
+        (slot, control)
     }
 
     pub(crate) fn holds(&self, lease: Lease) -> bool {
@@ -205,9 +242,7 @@ impl Worker {
 
     /// Opens the sessions that are missing.
     pub(crate) async fn open_sessions(&self) -> crate::Result<()> {
-        let kinds: Vec<String> =
-            self.registry.kinds().into_iter().map(|(kind, _)| kind.to_owned()).collect();
-        let queues: Vec<String> = self.queues.iter().map(|queue| queue.name.clone()).collect();
+        let (kinds, queues) = (self.kind_names(), self.queue_names());
         for lease in self.sessions.missing() {
             let session = NewSession {
                 // 62 random bits: never zero, never negative, never twice.
@@ -221,14 +256,27 @@ impl Worker {
             self.store.open_session(&session).await?;
             self.sessions.open(lease, session.id, before + lease);
         }
-        // Jobs that waited for somebody to know their kind; the sweep does the rest.
-        if let Err(error) = self.store.unpark(&queues, &kinds, 1_000).await {
+        if let Err(error) = self.unpark().await {
             tracing::warn!(
                 error = &error as &dyn std::error::Error,
                 "parked jobs were not woken; the sweep will"
             );
         }
         Ok(())
+    }
+
+    /// Wakes jobs that waited for somebody to know their kind; if there are many, the sweep wakes
+    /// the rest.
+    pub(crate) async fn unpark(&self) -> crate::Result<u64> {
+        self.store.unpark(&self.queue_names(), &self.kind_names(), 1_000).await
+    }
+
+    pub(crate) fn queue_names(&self) -> Vec<String> {
+        self.queues.iter().map(|queue| queue.name.clone()).collect()
+    }
+
+    pub(crate) fn kind_names(&self) -> Vec<String> {
+        self.registry.kinds().into_iter().map(|(kind, _)| kind.to_owned()).collect()
     }
 }
 
@@ -272,6 +320,11 @@ impl Sessions {
     /// The open sessions.
     pub(crate) fn all_open(&self) -> Vec<OpenSession> {
         locked(&self.0).iter().filter_map(|session| session.open).collect()
+    }
+
+    /// The open sessions, which nobody else finds from now on.
+    pub(crate) fn take_all(&self) -> Vec<OpenSession> {
+        locked(&self.0).iter_mut().filter_map(|session| session.open.take()).collect()
     }
 
     /// For each lease length its session; `None` while one is missing.

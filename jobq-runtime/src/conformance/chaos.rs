@@ -114,7 +114,8 @@ impl Chaos<'_> {
         let mut notes = Notes::default();
         while self.goes_on() {
             publish(self.bed, &wrong, at(self.bed, 3_600).await).await;
-            find_late(&*self.bed.store, &mut notes).await.expect("sweeps");
+            let horizon = self.bed.store.horizon().await.expect("reads");
+            find_late(&*self.bed.store, &mut notes, horizon).await.expect("sweeps");
         }
     }
 

@@ -15,7 +15,8 @@ use crate::sweep::{Notes, find_late};
 
 /// One pass of the sweep's search.
 pub(super) async fn pass(bed: &Bed, notes: &mut Notes) -> HashSet<String> {
-    find_late(&*bed.store, notes).await.expect("searches")
+    let horizon = bed.store.horizon().await.expect("reads");
+    find_late(&*bed.store, notes, horizon).await.expect("searches").unknown
 }
 
 /// A place in the order: so many seconds from now.

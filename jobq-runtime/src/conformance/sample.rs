@@ -33,6 +33,7 @@ impl<P: Serialize + DeserializeOwned + Send + 'static> Job for Sample<P> {
         options: JobOptions::DEFAULT,
         file: file!(),
         line: line!(),
+        module: module_path!(),
         needs: Vec::new,
         handler: Handler::Blocking(|_| Outcome::Completed { result: None }),
     };

@@ -148,7 +148,8 @@ pub(crate) trait Store: Send + Sync + 'static {
     ) -> BoxFuture<'a, Result<()>>;
 
     /// Closes sessions whose lease expired, so that they cannot claim or be extended, and returns
-    /// every closed session.
+    /// every closed session. A lease that ends later than its length and ten seconds from now is of
+    /// a clock that has stepped back since, and counts as expired too.
     fn close_expired_sessions(&self) -> BoxFuture<'_, Result<Vec<SessionId>>>;
 
     /// Jobs held by closed sessions, up to `limit`, and, if `orphans`, also those held by sessions
@@ -357,8 +358,9 @@ pub(crate) struct QueueClaim {
 /// What a claim brought back.
 #[derive(Clone, Debug)]
 pub(crate) struct Claimed {
-    /// The database's time of the claim.
-    pub(crate) now: Timestamp,
+    /// Up to when, on the database's clock, this claim has seen everything: all that is due by
+    /// then, but for transactions that were still open.
+    pub(crate) seen_to: Timestamp,
     /// False when one of the sessions is closed or expired; then there are no jobs.
     pub(crate) sessions_live: bool,
     /// The jobs, in claim order within each queue.

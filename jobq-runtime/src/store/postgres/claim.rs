@@ -75,7 +75,9 @@ impl PostgresStore {
     pub(super) async fn isolate(&self, lease: Lease) -> sqlx::Result<bool> {
         let mut connection = self.own().await?;
         let done = sqlx::query(self.sql(
-            "update jobq.jobs set isolated = true where id = $1 and token = $2 and leased_by = $3",
+            "update jobq.jobs set isolated = true
+             where id = $1 and token = $2 and leased_by = $3
+               and exists (select from jobq.sessions where id = $3)",
         ))
         .bind(lease.job.0)
         .bind(lease.token.0)
@@ -139,9 +141,9 @@ pub(crate) async fn claim_on(
         .fetch_all(connection)
         .await?;
     let mut claimed =
-        Claimed { now: Timestamp::NEG_INFINITY, sessions_live: false, jobs: Vec::new() };
+        Claimed { seen_to: Timestamp::NEG_INFINITY, sessions_live: false, jobs: Vec::new() };
     for row in &rows {
-        claimed.now = row.try_get::<Time, _>("now")?.0;
+        claimed.seen_to = row.try_get::<Time, _>("now")?.0;
         claimed.sessions_live = row.try_get("live")?;
         if row.try_get::<Option<i64>, _>("id")?.is_some() {
             claimed.jobs.push(claimed_job(row)?);

@@ -25,7 +25,9 @@ impl PostgresStore {
              values ($1, $2, clock_timestamp() + $3 * interval '1 microsecond')
              on conflict (name) do update
              set held_by = excluded.held_by, held_until = excluded.held_until
-             where duty.held_by = excluded.held_by or duty.held_until < statement_timestamp()
+             where duty.held_by = excluded.held_by
+                or duty.held_until < statement_timestamp()
+                or duty.held_until > excluded.held_until
              returning notes",
         ))
         .bind(name)
@@ -73,6 +75,7 @@ impl PostgresStore {
             "with gone as (
                  delete from jobq.sessions
                  where leased_until < statement_timestamp()
+                    or leased_until > statement_timestamp() + lease + interval '10 seconds'
                  returning id, worker, leased_until
              )
              insert into jobq.closed_sessions (id, worker, leased_until)

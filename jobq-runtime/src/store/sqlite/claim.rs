@@ -61,6 +61,9 @@ impl SqliteStore {
     /// Looks first and writes only if there is something to claim: an idle worker's poll must not
     /// keep others from writing. Where the last claim found something there will be more.
     ///
+    /// A look does not see what an open transaction has written, however long ago. Whoever has the
+    /// lock sees all, so a look has seen everything up to when this process last had it.
+    ///
     /// A session may have expired only because somebody kept the file locked, its heartbeats
     /// included. So an expired session gets the time to be extended, and counts as expired only
     /// if the lock was to be had meanwhile.
@@ -71,20 +74,23 @@ impl SqliteStore {
             if looks {
                 let look = look(&mut *self.reader().await?, &self.schema, &wanted).await?;
                 if look.sessions == Sessions::Live && look.due.is_empty() {
-                    return Ok(look.empty_handed());
+                    let locked_at = Timestamp(self.locked_at.load(Ordering::Relaxed));
+                    return Ok(look.empty_handed(locked_at.min(look.now)));
                 }
                 if look.sessions == Sessions::Expired {
                     tokio::time::sleep(HEARTBEATS_FIRST).await;
                 }
             }
             let (schema, wanted) = (self.schema.clone(), Arc::clone(&wanted));
+            let locked_at = Arc::clone(&self.locked_at);
             let claimed = self.write(async move |locked| {
                 let look = self::look(locked, &schema, &wanted).await?;
+                locked_at.store(look.now.0, Ordering::Relaxed);
                 let had_time = looks && locked.waited <= HEARTBEATS_FIRST;
                 match look.sessions {
                     Sessions::Live => take(locked, &schema, &wanted, look).await.map(Some),
                     Sessions::Expired if !had_time => Ok(None),
-                    Sessions::Expired | Sessions::Closed => Ok(Some(look.empty_handed())),
+                    Sessions::Expired | Sessions::Closed => Ok(Some(look.empty_handed(look.now))),
                 }
             });
             if let Some(claimed) = claimed.await? {
@@ -131,7 +137,9 @@ impl SqliteStore {
         self.write(async move |locked| {
             let done = sqlx::query(sql(
                 &schema,
-                "update jobq_jobs set isolated = 1 where id = ?1 and token = ?2 and leased_by = ?3",
+                "update jobq_jobs set isolated = 1
+                 where id = ?1 and token = ?2 and leased_by = ?3
+                   and exists (select 1 from jobq_sessions where id = ?3)",
             ))
             .bind(lease.job.0)
             .bind(lease.token.0)
@@ -210,8 +218,8 @@ enum Sessions {
 }
 
 impl Look {
-    fn empty_handed(&self) -> Claimed {
-        Claimed { now: self.now, sessions_live: self.sessions == Sessions::Live, jobs: Vec::new() }
+    fn empty_handed(&self, seen_to: Timestamp) -> Claimed {
+        Claimed { seen_to, sessions_live: self.sessions == Sessions::Live, jobs: Vec::new() }
     }
 }
 
@@ -288,7 +296,7 @@ async fn take(
             jobs.extend(found);
         }
     }
-    Ok(Claimed { now: look.now, sessions_live: true, jobs })
+    Ok(Claimed { seen_to: look.now, sessions_live: true, jobs })
 }
 
 /// The due jobs of a place, in order, as they will be once they are leased.

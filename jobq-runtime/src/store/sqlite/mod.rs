@@ -24,7 +24,8 @@ mod tests;
 mod writer;
 
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64};
 use std::time::{Duration, Instant};
 
 use jobq_core::job::{JobId, Lease, SessionId};
@@ -69,6 +70,8 @@ pub(crate) struct SqliteStore {
     writer: Writer,
     /// Whether the last claim brought something.
     found_last_time: AtomicBool,
+    /// The database's time when this process last had the write lock, as far as is noted.
+    locked_at: Arc<AtomicI64>,
     schema: Schema,
 }
 
@@ -102,6 +105,7 @@ impl SqliteStore {
             readers,
             writer,
             found_last_time: AtomicBool::new(false),
+            locked_at: Arc::new(AtomicI64::new(i64::MIN)),
             schema,
         })
     }

@@ -1,5 +1,6 @@
 //! What the sweep does: duties, expired sessions, late jobs, pruning.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
@@ -26,7 +27,9 @@ impl SqliteStore {
                  values (?1, ?2, now_us() + ?3)
                  on conflict (name) do update
                  set held_by = excluded.held_by, held_until = excluded.held_until
-                 where duty.held_by = excluded.held_by or duty.held_until < now_us()
+                 where duty.held_by = excluded.held_by
+                    or duty.held_until < now_us()
+                    or duty.held_until > excluded.held_until
                  returning notes",
             ))
             .bind(name)
@@ -76,7 +79,10 @@ impl SqliteStore {
     /// meanwhile; else the next sweep tries again.
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
         let expired: Vec<i64> = sqlx::query_scalar(
-            self.sql("select id from jobq_sessions where leased_until < now_us()"),
+            self.sql(
+                "select id from jobq_sessions
+                 where leased_until not between now_us() and now_us() + lease + 10000000",
+            ),
         )
         .fetch_all(&mut *self.reader().await?)
         .await?;
@@ -91,7 +97,8 @@ impl SqliteStore {
                     &schema,
                     "insert into jobq_closed_sessions (id, worker, leased_until)
                      select id, worker, leased_until from jobq_sessions
-                     where id in (select value from json_each(?1)) and leased_until < now_us()",
+                     where id in (select value from json_each(?1))
+                       and leased_until not between now_us() and now_us() + lease + 10000000",
                 ))
                 .bind(&expired)
                 .execute(&mut **locked)
@@ -200,6 +207,7 @@ impl SqliteStore {
                 sqlx::query_scalar(sql(&schema, "select now_us()")).fetch_one(&mut **locked).await
             })
             .await?;
+        self.locked_at.store(now, Ordering::Relaxed);
         Ok(Horizon { now: Timestamp(now), oldest_running: now, newest: now })
     }
 
