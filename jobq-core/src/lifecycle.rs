@@ -12,7 +12,7 @@
 //! | claim | pending → running | due, unleased, live session; token + 1, attempt + 1 | [`admit`] |
 //! | settle: complete | running → completed | lease | [`settle`] |
 //! | settle: requeue | running → pending | lease, no cancel requested | [`settle`], [`rescue`] |
-//! | settle: bury | running → dead | lease | [`settle`], [`rescue`], [`admit`] |
+//! | settle: bury | running → dead | lease, no cancel requested | [`settle`], [`rescue`], [`admit`] |
 //! | settle: cancel | running → cancelled | lease | [`settle`], [`rescue`] |
 //! | complete in transaction | running → completed | lease | the handler's transaction |
 //! | cancel | waiting, pending → cancelled | unleased | an operator |
@@ -311,6 +311,21 @@ mod tests {
             Some(Transition::Bury { reason: DeathReason::Exhausted, counters, .. })
                 if counters.attempt == 3
         ));
+    }
+
+    #[test]
+    fn an_attempt_that_returns_ends_the_row_of_crashes() {
+        let counters = Counters { attempt: 2, crashes: 2, interruptions: 1 };
+        for outcome in [failed(), Outcome::Snoozed { delay: Duration::ZERO }] {
+            let Transition::Requeue { counters, .. } = decide(outcome, counters) else {
+                panic!("attempts are left");
+            };
+            assert_eq!(counters.crashes, 0);
+        }
+        let Transition::Requeue { counters, .. } = decide(Outcome::Interrupted, counters) else {
+            panic!("an interruption always requeues");
+        };
+        assert_eq!(counters.crashes, 2, "one that was given back proves nothing");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Why an operation failed, in one type.
 
+use std::fmt;
+
 use jobq_core::job::{JobId, UnknownWord};
 use jobq_core::payload::PayloadError;
 use jobq_core::queue::BadName;
@@ -9,7 +11,9 @@ use jobq_core::time::TimeOutOfRange;
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why an operation failed.
-#[derive(Debug, thiserror::Error)]
+///
+/// `{:?}` gives the message and its causes: what a `main` that returns this prints.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The URL names no database that jobq can use.
@@ -182,10 +186,25 @@ fn list(problems: &[StartProblem]) -> String {
     text
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")?;
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            write!(f, "\n  caused by: {error}")?;
+            cause = error.source();
+        }
+        Ok(())
+    }
+}
+
 impl Error {
     /// Names what was being done when the driver failed.
     pub(crate) fn database(action: &'static str) -> impl FnOnce(sqlx::Error) -> Self {
-        move |source| Self::Database { action, source }
+        move |source| match missing_tables(&source) {
+            Some(dialect) => Self::Schema { found: 0, needed: jobq_migrations::needed(dialect) },
+            None => Self::Database { action, source },
+        }
     }
 
     /// Whether the same operation may succeed if it is simply tried again.
@@ -198,6 +217,16 @@ impl Error {
             Self::Timeout { .. } | Self::Serialization(_) => true,
             _ => false,
         }
+    }
+}
+
+/// The database whose statement failed because jobq's tables, or their schema, are not there.
+fn missing_tables(error: &sqlx::Error) -> Option<jobq_migrations::Dialect> {
+    let sqlx::Error::Database(error) = error else { return None };
+    match &*error.code()? {
+        "42P01" | "3F000" => Some(jobq_migrations::Dialect::Postgres),
+        "1" if error.message().contains("no such table") => Some(jobq_migrations::Dialect::Sqlite),
+        _ => None,
     }
 }
 

@@ -128,10 +128,11 @@ impl Sweep<'_> {
         if self.is_odd(horizon.now, Instant::now()) {
             self.careful_until = Instant::now() + CAREFUL;
         }
-        if Instant::now() >= self.careful_until {
-            let rescued = rescue(store, false).await?;
-            self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
+        if Instant::now() < self.careful_until {
+            return Ok(());
         }
+        let rescued = rescue(store, false).await?;
+        self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
         if Instant::now() >= self.search_at {
             let started = Instant::now();
             let whole = self.search(horizon).await?;
@@ -144,6 +145,10 @@ impl Sweep<'_> {
     /// Whether something happened since the last pass that may have kept others from extending
     /// their sessions. Only a reason to wait: what this machine's clock says decides nothing.
     fn is_odd(&mut self, now: Timestamp, here: Instant) -> bool {
+        let sessions = &self.worker.sessions;
+        if sessions.by_lease().is_none() || sessions.first_end().is_some_and(|end| end <= here) {
+            return true;
+        }
         let Some((last, last_here)) = self.last.replace((now, here)) else { return false };
         let passed = here - last_here;
         let (least, most) = (passed.saturating_sub(CLOCK_STEP), passed + CLOCK_STEP);

@@ -9,7 +9,8 @@ use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::lifecycle::Transition;
 use jobq_core::outcome::AttemptReason;
 use tokio::sync::{
-    Notify, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, OwnedSemaphorePermit, RwLock, Semaphore, mpsc,
+    Notify, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, OwnedSemaphorePermit, RwLock, Semaphore,
+    mpsc,
 };
 use tracing::Span;
 

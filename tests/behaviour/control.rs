@@ -21,6 +21,8 @@ on_every_database! {
     f8_a_run_past_its_timeout_is_a_failure
     s4_a_plain_function_runs_under_the_same_rules
     s4_a_plain_function_that_panics_is_a_failure
+    s4_a_plain_function_that_completes_after_its_timeout_has_completed
+    r3_a_panic_with_a_value_that_panics_is_a_failure
     l3_retention_zero_leaves_nothing
 }
 
@@ -237,4 +239,39 @@ async fn l3_retention_zero_leaves_nothing(bed: Bed) {
     }
     let unknown = jobq::JobId(id.0 + 1_000);
     assert_eq!(bed.client.job(unknown).await.expect("asked"), jobq::Lookup::NotFound);
+}
+
+#[job(timeout = "20ms", max_attempts = 1)]
+fn late_but_done(ctx: &JobContext) -> Result<i64, String> {
+    while !ctx.is_cancelled() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(7)
+}
+
+async fn s4_a_plain_function_that_completes_after_its_timeout_has_completed(bed: Bed) {
+    let id = late_but_done::enqueue(&bed.client).await.expect("enqueued").id;
+    bed.run(jobs![late_but_done]).await;
+    let info = bed.job(id).await;
+    assert_eq!((info.state, info.result.as_deref()), (JobState::Completed, Some("7")));
+}
+
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("and again");
+    }
+}
+
+#[job(max_attempts = 1)]
+async fn throwing_a_bomb() {
+    std::panic::panic_any(Bomb);
+}
+
+async fn r3_a_panic_with_a_value_that_panics_is_a_failure(bed: Bed) {
+    let id = throwing_a_bomb::enqueue(&bed.client).await.expect("enqueued").id;
+    let ended = bed.run(jobs![throwing_a_bomb]).await;
+    assert_eq!((ended.dead, ended.leases_lost, ended.abandoned), (1, 0, 0), "{ended:?}");
+    assert_eq!(bed.job(id).await.death_reason, Some(DeathReason::Exhausted));
 }

@@ -10,6 +10,9 @@ on_every_database! {
     s5_every_start_problem_is_listed_at_once
     s5_a_runtime_without_jobs_says_how_to_link_them
     s5_missing_tables_name_the_cure
+    s5_jobs_of_one_macro_call_are_told_apart
+    s5_a_runtime_without_queues_does_not_start
+    s3_an_endless_patience_is_no_panic
     e3_values_out_of_range_are_typed_errors_and_write_nothing
     e4_payloads_that_cannot_be_kept_are_typed_errors_and_write_nothing
     a_schema_name_that_is_no_name_is_refused
@@ -74,6 +77,11 @@ async fn s5_missing_tables_name_the_cure(bed: Bed) {
     let error = runtime.run_until_idle().await.expect_err("there are no tables");
     assert!(matches!(error, Error::Schema { found: 0, .. }), "{error}");
     assert!(error.to_string().contains("client.migrate()"), "{error}");
+    let client = ClientOptions::new().schema("never_made").connect(&url).await.expect("reachable");
+    let error = new().enqueue(&client).await.expect_err("there are no tables");
+    assert!(matches!(error, Error::Schema { found: 0, .. }), "{error}");
+    // What a `main` that returns it prints.
+    assert!(format!("{error:?}").contains("client.migrate()"), "{error:?}");
     if let Some(file) = url.strip_prefix("sqlite:") {
         std::fs::remove_file(file).expect("the file was made");
     }
@@ -166,4 +174,34 @@ async fn a_file_in_a_folder_that_is_not_there_is_an_error() {
     let error = Client::connect("sqlite:/nonexistent/folder/jobs.db").await.expect_err("no folder");
     assert!(matches!(error, Error::BadUrl { .. }), "{error}");
     assert!(error.to_string().contains("directory must exist"), "{error}");
+}
+
+macro_rules! two_at_once {
+    ($($module:ident)+) => {
+        $(mod $module {
+            #[jobq::job(register = false)]
+            pub(super) async fn of_a_macro() {}
+        })+
+    };
+}
+two_at_once!(here there);
+
+async fn s5_jobs_of_one_macro_call_are_told_apart(bed: Bed) {
+    let runtime = bed.runtime(jobs![here::of_a_macro, there::of_a_macro]);
+    let error = runtime.run_until_idle().await.expect_err("they have one name");
+    let Error::Start(problems) = &error else { panic!("{error}") };
+    assert!(matches!(&problems[..], [StartProblem::DuplicateJob { .. }]), "{error}");
+}
+
+async fn s5_a_runtime_without_queues_does_not_start(bed: Bed) {
+    let runtime = bed.runtime(jobs![absent]).only_queues(Vec::<String>::new());
+    let error = runtime.run_until_idle().await.expect_err("there is nothing to serve");
+    assert!(matches!(&error, Error::Start(problems) if problems == &[StartProblem::NoQueues]));
+    assert!(error.to_string().contains("only_queues"), "{error}");
+}
+
+async fn s3_an_endless_patience_is_no_panic(bed: Bed) {
+    let runtime = bed.runtime(jobs![absent]).shutdown_timeout(Duration::MAX);
+    let ended = runtime.run_until(async {}).await.expect("it starts and stops");
+    assert!(ended.is_clean());
 }

@@ -169,7 +169,7 @@ impl Bed {
     }
 
     /// What the workers printed, for a failing test.
-    fn logs(&self) -> Vec<String> {
+    pub(crate) fn logs(&self) -> Vec<String> {
         let files = std::fs::read_dir(self.folder.path()).into_iter().flatten().flatten();
         files
             .filter(|file| file.path().extension().is_some_and(|extension| extension == "log"))

@@ -6,6 +6,7 @@ use crate::jobs::{effect, held_open, late_effect, poison, quick};
 on_every_database! {
     a_killed_worker_loses_and_doubles_nothing
     a_worker_that_wakes_after_its_lease_writes_nothing
+    a_paused_worker_gives_back_what_nobody_else_took
     a_poison_job_dies_alone
     a_rescued_job_runs_before_the_backlog
     an_open_transaction_of_a_killed_worker_is_rolled_back_and_the_job_rescued
@@ -83,6 +84,28 @@ async fn a_worker_that_wakes_after_its_lease_writes_nothing(bed: Bed) {
     assert_eq!(bed.db.number("select count(*) from effects").await, 1);
     assert_eq!(bed.db.number("select token from jobq.finished").await, 2);
     drop((late, second));
+}
+
+/// Its process lost the lease, and knows it: that is no crash.
+async fn a_paused_worker_gives_back_what_nobody_else_took(bed: Bed) {
+    let id = effect::enqueue(&bed.client, 60_000).await.expect("enqueued").id;
+    let worker = bed.worker("paused", &[]);
+    bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
+    worker.signal(SIGSTOP);
+    let now = match &bed.db {
+        crate::bed::Db::Postgres(_) => "clock_timestamp()",
+        crate::bed::Db::Sqlite(_) => "cast(unixepoch('subsec') * 1000000 as integer)",
+    };
+    let its_session = "jobq.sessions where id = (select leased_by from jobq.jobs)";
+    let expired = format!("select count(*) from {its_session} and leased_until < {now}");
+    bed.until(&expired, |expired| expired == 1).await;
+    worker.signal(SIGCONT);
+    bed.until("select count(*) from log where what = 'start'", |started| started == 2).await;
+    for (column, expected) in [("crashes", 0), ("interruptions", 1)] {
+        let counted = format!("select sum({column}) from jobq.jobs where id = {id}");
+        assert_eq!(bed.db.number(&counted).await, expected, "{column}; {:?}", bed.logs());
+    }
+    drop(worker);
 }
 
 async fn a_poison_job_dies_alone(bed: Bed) {

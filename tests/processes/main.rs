@@ -6,6 +6,7 @@ mod bed;
 mod crash;
 mod jobs;
 mod leases;
+mod one_shot;
 mod outage;
 mod server;
 mod stop;

@@ -116,3 +116,30 @@ pub(super) async fn r5_a_kind_nobody_asked_for_is_never_claimed(bed: Bed) {
         0
     );
 }
+
+/// On SQLite. PostgreSQL's floors may pass it; there the sweep finds it.
+#[cfg(feature = "sqlite")]
+pub(super) async fn e1_no_claim_has_seen_past_what_an_open_transaction_wrote(bed: Bed) {
+    let worker = bed.session(LEASE, &["k"]).await;
+    worker.claim(1).await;
+    let pool = bed.sqlite_pool();
+    let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+    let id = super::sample::plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
+    let run_after = "select run_after from jobq.jobs";
+    let run_after: i64 = sqlx::query_scalar(bed.statement(run_after))
+        .fetch_one(&mut *tx)
+        .await
+        .expect("it is there");
+    while bed.now().await < run_after + 50_000 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    for _ in 0..3 {
+        let claimed = worker.claim_from(1, Floor::START).await;
+        assert!(claimed.jobs.is_empty());
+        assert!(claimed.seen_to.0 <= run_after, "{:?} is past {run_after}", claimed.seen_to);
+    }
+    tx.commit().await.expect("commits");
+    let claimed = worker.claim_from(1, Floor::START).await;
+    assert_eq!(claimed.jobs[0].lease.job, id);
+    assert!(claimed.seen_to.0 >= run_after);
+}

@@ -186,3 +186,25 @@ pub(super) async fn f2_an_id_is_never_used_again(bed: Bed) {
     bed.settle_all(&[end]).await;
     assert!(bed.one().await > first);
 }
+
+/// A job that never ran must not be called poison because its session ended.
+pub(super) async fn f6_a_job_of_a_closed_session_is_not_isolated(bed: Bed) {
+    bed.one().await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let job = worker.claim_one().await;
+    bed.expire(worker.id).await;
+    bed.store.close_expired_sessions().await.expect("closes");
+    assert!(!bed.store.isolate(job.lease).await.expect("reaches the database"));
+    assert_eq!(bed.number("select count(*) from jobq.jobs where isolated").await, 0);
+}
+
+pub(super) async fn s3_a_job_to_be_cancelled_is_not_buried(bed: Bed) {
+    let id = bed.one().await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let job = worker.claim_one().await;
+    bed.client.cancel(id).await.expect("answers");
+    let settled = bed.settle(job.lease, buried(job.counters)).await;
+    assert_eq!(settled, Settled::CancelRequested);
+    assert_eq!(bed.settle(job.lease, cancelled()).await, Settled::Written);
+    assert_eq!((bed.count("dead").await, bed.count("finished").await), (0, 1));
+}

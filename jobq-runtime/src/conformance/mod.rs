@@ -138,6 +138,8 @@ on_every_database! {
         r2_a_large_result_is_kept_byte_for_byte
         r3_any_error_text_that_was_made_storable_is_kept_whole;
     fence:
+        f6_a_job_of_a_closed_session_is_not_isolated
+        s3_a_job_to_be_cancelled_is_not_buried
         f2_an_older_token_writes_nothing
         f2_the_right_token_of_another_session_writes_nothing
         f2_a_token_from_the_future_writes_nothing
@@ -171,6 +173,7 @@ on_every_database! {
         f4_an_expired_session_that_nobody_closed_is_extended
         f4_heartbeats_and_claims_do_not_hold_each_other_up;
     rescue:
+        f6_a_lease_of_a_clock_that_stepped_back_expires_too
         f6_a_crash_of_the_last_attempt_is_the_end
         f6_a_crashed_job_that_was_to_be_cancelled_is_cancelled
         f6_a_job_of_a_session_that_does_not_exist_is_found
@@ -279,6 +282,8 @@ on_postgres_only! {
 }
 
 on_sqlite_only! {
+    claim:
+        e1_no_claim_has_seen_past_what_an_open_transaction_wrote;
     files:
         d3_a_pool_that_undoes_wal_mode_is_refused_with_the_cure
         d3_two_processes_share_the_file

@@ -232,3 +232,23 @@ pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others
         bed.execute("delete from jobq.jobs").await;
     }
 }
+
+pub(super) async fn f6_a_lease_of_a_clock_that_stepped_back_expires_too(bed: Bed) {
+    let worker = bed.session(LEASE, &["k"]).await;
+    let lease = i64::try_from(LEASE.as_secs()).expect("short");
+    for (ahead, closed) in [(lease + 5, false), (lease + 60, true)] {
+        let until = bed.seconds_away(ahead);
+        bed.execute(&format!("update jobq.sessions set leased_until = {until}")).await;
+        let found = bed.store.close_expired_sessions().await.expect("closes");
+        assert_eq!(found == [worker.id], closed, "{ahead} s ahead");
+    }
+    // So does a duty that somebody holds until then.
+    let store = &*bed.store;
+    let span = std::time::Duration::from_secs(9);
+    let other = jobq_core::job::SessionId(worker.id.0 + 1);
+    assert!(store.take_duty("d", worker.id, span).await.expect("asks").is_some());
+    assert!(store.take_duty("d", other, span).await.expect("asks").is_none());
+    let until = bed.seconds_away(3_600);
+    bed.execute(&format!("update jobq.duties set held_until = {until}")).await;
+    assert!(store.take_duty("d", other, span).await.expect("asks").is_some());
+}

@@ -653,8 +653,11 @@ pub(crate) fn judge(
     let lease = settlement.lease;
     match row {
         Some((token, by, cancel_requested)) if token == lease.token.0 && by == lease.session.0 => {
-            let requeue = matches!(settlement.transition, Transition::Requeue { .. });
-            if cancel_requested && requeue { Settled::CancelRequested } else { Settled::Busy }
+            let yields = matches!(
+                settlement.transition,
+                Transition::Requeue { .. } | Transition::Bury { .. }
+            );
+            if cancel_requested && yields { Settled::CancelRequested } else { Settled::Busy }
         }
         // Given back under this token, and not by a rescue: an earlier try of this was written.
         Some((token, 0, _)) if token == lease.token.0 && !crashed && settlement.doubtful => {

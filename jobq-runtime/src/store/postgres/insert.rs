@@ -67,7 +67,7 @@ async fn insert_owned(pool: &PgPool, schema: &Schema, jobs: &[CheckedJob]) -> Re
                 let wait = Duration::from_millis(10 << tried).mul_f64(rand::random());
                 tokio::time::sleep(wait).await;
             }
-            Err(source) => return Err(Error::Database { action, source }),
+            Err(source) => return Err(Error::database(action)(source)),
         }
     }
 }
@@ -119,7 +119,7 @@ async fn insert_on(
         sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
             Error::Serialization(source)
         }
-        _ => Error::Database { action: "enqueue jobs", source },
+        _ => Error::database("enqueue jobs")(source),
     })
 }
 
@@ -130,7 +130,7 @@ async fn has_begun(connection: &mut PgConnection) -> Result<bool> {
         Ok(_) => Ok(true),
         // There is no transaction to have a savepoint in.
         Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P01") => Ok(false),
-        Err(source) => Err(Error::Database { action: "enqueue jobs", source }),
+        Err(source) => Err(Error::database("enqueue jobs")(source)),
     }
 }
 

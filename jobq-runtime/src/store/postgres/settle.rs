@@ -207,6 +207,7 @@ pub(crate) const BURY: &str = "
         where id = any($1)
           and token = ($2::int8[])[width_bucket(id, $1::int8[])]
           and leased_by = ($3::int8[])[width_bucket(id, $1::int8[])]
+          and not cancel_requested
         order by id
         for update skip locked
     ),

@@ -52,7 +52,7 @@ async fn insert_pooled(
             Err(error) if is_busy(&error) && Instant::now() < patience_ends => {
                 tokio::time::sleep(Duration::from_millis(20).mul_f64(rand::random())).await;
             }
-            Err(source) => return Err(Error::Database { action, source }),
+            Err(source) => return Err(Error::database(action)(source)),
         }
     }
 }

@@ -221,7 +221,7 @@ fn on_callers(action: &'static str) -> impl FnOnce(sqlx::Error) -> Error {
     const BUSY_SNAPSHOT: u32 = 517;
     move |source| match extended_code(&source) {
         Some(BUSY_SNAPSHOT) => Error::Serialization(source),
-        _ => Error::Database { action, source },
+        _ => Error::database(action)(source),
     }
 }
 

@@ -127,21 +127,21 @@ impl Batch {
     ) -> sqlx::Result<Seen> {
         let rows = self.rows(connection, schema).await?;
         let mut held = HashSet::new();
-        let mut requeueable = HashSet::new();
+        let mut not_cancelled = HashSet::new();
         for (id, token, session) in &self.guards {
             if let Some((held_token, by, cancel_requested)) = rows.get(id)
                 && (held_token, by) == (token, session)
             {
                 held.insert(*id);
                 if !cancel_requested {
-                    requeueable.insert(*id);
+                    not_cancelled.insert(*id);
                 }
             }
         }
         self.complete.retain(|row| held.contains(&row.0));
         self.cancel.retain(|row| held.contains(&row.0));
-        self.requeue.retain(|row| requeueable.contains(&row.0));
-        self.bury.retain(|row| held.contains(&row.0));
+        self.requeue.retain(|row| not_cancelled.contains(&row.0));
+        self.bury.retain(|row| not_cancelled.contains(&row.0));
         if !self.complete.is_empty() {
             finish(connection, schema, "completed", &self.complete).await?;
         }

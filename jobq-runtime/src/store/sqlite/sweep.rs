@@ -78,12 +78,10 @@ impl SqliteStore {
     /// sessions get the time to be extended, and are closed only if the lock was to be had
     /// meanwhile; else the next sweep tries again.
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
-        let expired: Vec<i64> = sqlx::query_scalar(
-            self.sql(
-                "select id from jobq_sessions
+        let expired: Vec<i64> = sqlx::query_scalar(self.sql(
+            "select id from jobq_sessions
                  where leased_until not between now_us() and now_us() + lease + 10000000",
-            ),
-        )
+        ))
         .fetch_all(&mut *self.reader().await?)
         .await?;
         if !expired.is_empty() {
