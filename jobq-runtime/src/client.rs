@@ -221,8 +221,8 @@ impl Client {
     /// Creates or upgrades jobq's tables.
     ///
     /// Safe to call from many processes at once and at every start: what is done is not done
-    /// again. The SQL is in [`jobq_migrations`], to be applied by hand where programs may not
-    /// change tables.
+    /// again. Where programs may not change tables, apply the SQL of [`jobq_migrations`] by hand,
+    /// each step in one transaction: it leaves exactly what this does.
     ///
     /// # Errors
     ///

@@ -230,6 +230,7 @@ on_every_database! {
         d1_many_processes_migrate_at_once_and_again
         d1_missing_tables_are_an_error_that_names_the_cure
         d1_newer_tables_are_left_as_they_are
+        d1_tables_made_by_hand_are_those_that_migrate_makes
         d1_tables_of_two_names_do_not_mix
         f1_a_view_shows_who_runs_a_job_and_until_when
         s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do;
@@ -262,6 +263,8 @@ on_postgres_only! {
         s2_a_listener_whose_connection_is_cut_says_so;
     look:
         r4_a_locked_dead_letter_holds_up_nobody_else;
+    setup:
+        d1_a_schema_that_is_there_is_used;
     servers:
         f1_the_databases_own_settings_do_not_matter
         s5_a_check_that_cannot_connect_names_the_server

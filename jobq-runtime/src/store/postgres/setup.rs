@@ -23,33 +23,9 @@ impl PostgresStore {
             .bind(schema)
             .execute(&mut **connection)
             .await?;
-        // `if not exists` still needs the right to create, which a worker may not have.
-        if !sqlx::query_scalar::<_, bool>("select to_regnamespace($1) is not null")
-            .bind(schema)
-            .fetch_one(&mut **connection)
-            .await?
-        {
-            connection.execute(AssertSqlSafe(format!("create schema {schema}"))).await?;
-        }
         let found = self.version_on(connection).await?;
-        if found < needed(Dialect::Postgres) {
-            connection
-                .execute(self.sql(
-                    "create table if not exists jobq.migrations (
-                         version bigint primary key,
-                         name text not null,
-                         applied_at timestamptz not null default clock_timestamp()
-                     )",
-                ))
-                .await?;
-        }
         for step in all(Dialect::Postgres).iter().filter(|step| step.version > found) {
             connection.execute(AssertSqlSafe(step.sql(schema))).await?;
-            sqlx::query(self.sql("insert into jobq.migrations (version, name) values ($1, $2)"))
-                .bind(step.version)
-                .bind(step.name)
-                .execute(&mut **connection)
-                .await?;
         }
         connection.execute("commit").await?;
         Ok(())
@@ -76,8 +52,7 @@ impl PostgresStore {
             Err(error) if refuses_start_up_options(&error) => {
                 return Err(Error::Unsupported {
                     problem: "the server refuses start-up options, as PgBouncer does; the runtime \
-                              needs a direct connection to PostgreSQL for its few connections \
-                              (enqueueing through PgBouncer is fine)"
+                              needs a direct connection to PostgreSQL for its few connections"
                         .to_owned(),
                 });
             }
