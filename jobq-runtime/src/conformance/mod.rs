@@ -272,6 +272,7 @@ on_postgres_only! {
         s5_a_refused_login_says_what_the_server_said
         s5_a_server_that_is_not_there_is_named
         s5_a_url_that_cannot_be_read_is_shown_without_its_password
+        s5_no_part_of_a_password_is_ever_shown
         s7_pgbouncer_in_the_way_is_recognised;
     plans:
         d4_claims_are_hot_updates

@@ -45,6 +45,33 @@ pub(super) async fn s5_a_url_that_cannot_be_read_is_shown_without_its_password(b
     }
 }
 
+pub(super) async fn s5_no_part_of_a_password_is_ever_shown(bed: Bed) {
+    drop(bed);
+    let port = refusing("28P01", "password authentication failed for user \"me\"").await;
+    let passwords = ["hunter2", "%2Fhunter2%3Fsesame", "@hunter2", "/hunter2", "1/hunter2", "?hunter2"]
+        .into_iter()
+        .map(str::to_owned)
+        .chain("@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")));
+    for password in passwords {
+        for url in [
+            format!("postgres://me:{password}@127.0.0.1:{port}/jobs"),
+            format!("postgresql://:{password}@127.0.0.1:{port}/jobs?sslmode=disable"),
+            format!("postgres://me:{password}@127.0.0.1:notaport/jobs"),
+            format!("postgres://me:{password}@[::1/jobs"),
+            format!("postgres:///me:{password}@127.0.0.1:{port}/jobs"),
+            format!("postgres:me:{password}@127.0.0.1:{port}/jobs"),
+            format!("postgres://127.0.0.1:{port}/jobs?password={password}"),
+            format!("me:{password}@127.0.0.1:{port}/jobs"),
+            format!("mysql://me:{password}@127.0.0.1:{port}/jobs"),
+            format!("host=127.0.0.1 port={port} user=me password={password}"),
+        ] {
+            let error = Client::connect(&url).await.expect_err(&url);
+            let text = format!("{error} {error:?} {}", error_chain(&error));
+            assert!(!text.contains("hunter2") && !text.contains("sesame"), "{url}: {text}");
+        }
+    }
+}
+
 /// A server that answers every connection with one error.
 async fn refusing(code: &'static str, message: &'static str) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
