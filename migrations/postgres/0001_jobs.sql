@@ -39,7 +39,8 @@ create table jobq.jobs (
     wait_reason text,
     tags text,
     metadata text,
-    payload text not null default '{}'
+    payload text not null default '{}',
+    constraint band_is_the_priority check (band in (priority, 32767))
 ) with (
     fillfactor = 50,
     vacuum_truncate = off,

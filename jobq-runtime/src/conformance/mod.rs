@@ -111,6 +111,7 @@ on_every_database! {
         e3_values_out_of_range_are_typed_errors_and_write_nothing
         e3_a_queue_that_nobody_serves_keeps_its_jobs
         e7_a_plain_insert_is_a_job
+        e7_an_insert_of_a_job_that_none_could_claim_is_refused
         f1_each_queue_of_a_claim_has_its_own_limit
         o1_jobs_of_one_call_are_claimed_in_their_order
         o1_next_in_line_comes_before_every_priority;
