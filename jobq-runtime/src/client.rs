@@ -57,7 +57,7 @@ impl ClientOptions {
         self
     }
 
-    /// The largest payload taken, in bytes. Default: 2 MiB.
+    /// The largest payload taken, metadata and tags included, in bytes of JSON. Default: 2 MiB.
     #[must_use]
     pub fn payload_limit(mut self, bytes: usize) -> Self {
         self.payload_limit = bytes;

@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::handler::{Handler, Need};
+use crate::store::tags_json;
 
 /// A job function's twin type, made by `#[job]`.
 ///
@@ -252,10 +253,6 @@ impl NewJob {
         let kind = self.kind;
         let payload =
             self.payload.map_err(|source| Error::Payload { kind: kind.to_string(), source })?;
-        if payload.len() > payload_limit {
-            let source = PayloadError::TooLarge { size: payload.len(), limit: payload_limit };
-            return Err(Error::Payload { kind: kind.to_string(), source });
-        }
         check_name("job", &kind)?;
         check_name("queue", &self.queue)?;
         if self.max_attempts == 0 || self.max_attempts > i32::MAX as u32 {
@@ -288,7 +285,7 @@ impl NewJob {
                 problem: error.to_string(),
             })?)
         };
-        Ok(CheckedJob {
+        let job = CheckedJob {
             priority: check_priority(self.priority)?,
             kind,
             queue: self.queue,
@@ -298,7 +295,13 @@ impl NewJob {
             max_crashes: self.max_crashes,
             tags: self.tags,
             metadata,
-        })
+        };
+        let size = job.size();
+        if size > payload_limit {
+            let source = PayloadError::TooLarge { size, limit: payload_limit };
+            return Err(Error::Payload { kind: job.kind.into_owned(), source });
+        }
+        Ok(job)
     }
 }
 
@@ -314,6 +317,15 @@ pub struct CheckedJob {
     pub(crate) max_crashes: u32,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: Option<String>,
+}
+
+impl CheckedJob {
+    /// Bytes of everything in it that the caller can make as large as it likes, as it is stored.
+    pub(crate) fn size(&self) -> usize {
+        self.payload.len()
+            + self.metadata.as_ref().map_or(0, String::len)
+            + tags_json(&self.tags).map_or(0, |tags| tags.len())
+    }
 }
 
 /// When a checked job is wanted.

@@ -225,7 +225,8 @@ pub(super) async fn e7_an_insert_of_a_job_that_none_could_claim_is_refused(bed: 
     bed.execute(&format!("insert into jobq.jobs (kind, run_after) values ('k', {now})")).await;
     bed.execute(&format!("insert into jobq.jobs (kind, run_after) values ('k', {later})")).await;
     bed.execute("insert into jobq.jobs (kind, priority, band) values ('k', 3, 3)").await;
-    let express = format!("insert into jobq.jobs (kind, priority, band) values ('k', 3, {EXPRESS})");
+    let express =
+        format!("insert into jobq.jobs (kind, priority, band) values ('k', 3, {EXPRESS})");
     bed.execute(&express).await;
     let worker = bed.session(LEASE, &["k"]).await;
     assert_eq!(worker.claim(5).await.len(), 3, "one is for later");

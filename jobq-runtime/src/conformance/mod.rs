@@ -121,6 +121,7 @@ on_every_database! {
         e4_the_deepest_nesting_comes_back_and_a_deeper_one_is_refused
         e4_what_json_cannot_hold_is_a_typed_error
         e4_the_payload_limit_is_the_clients
+        e4_metadata_and_tags_count_towards_the_payload_limit
         e4_any_text_is_kept_byte_for_byte;
     settle:
         l2_a_claim_changes_token_attempt_and_holder_only

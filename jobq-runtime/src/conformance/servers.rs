@@ -48,10 +48,13 @@ pub(super) async fn s5_a_url_that_cannot_be_read_is_shown_without_its_password(b
 pub(super) async fn s5_no_part_of_a_password_is_ever_shown(bed: Bed) {
     drop(bed);
     let port = refusing("28P01", "password authentication failed for user \"me\"").await;
-    let passwords = ["hunter2", "%2Fhunter2%3Fsesame", "@hunter2", "/hunter2", "1/hunter2", "?hunter2"]
-        .into_iter()
-        .map(str::to_owned)
-        .chain("@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")));
+    let passwords =
+        ["hunter2", "%2Fhunter2%3Fsesame", "@hunter2", "/hunter2", "1/hunter2", "?hunter2"]
+            .into_iter()
+            .map(str::to_owned)
+            .chain(
+                "@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")),
+            );
     for password in passwords {
         for url in [
             format!("postgres://me:{password}@127.0.0.1:{port}/jobs"),
