@@ -45,7 +45,8 @@ impl Migration {
     /// makes the schema and the migrations table as well.
     pub fn sql(&self, schema: &str) -> String {
         match self.dialect {
-            Dialect::Postgres => self.text.replace("jobq", schema),
+            // The name may be a word of SQL.
+            Dialect::Postgres => self.text.replace("jobq", &format!("\"{schema}\"")),
             Dialect::Sqlite => {
                 self.text.replace("(now_us())", SQLITE_NOW).replace("jobq_", &format!("{schema}_"))
             }
@@ -91,7 +92,7 @@ mod tests {
     #[test]
     fn a_step_ends_with_the_note_that_it_was_applied() {
         for (dialect, table) in
-            [(Dialect::Postgres, "jobq.migrations"), (Dialect::Sqlite, "jobq_migrations")]
+            [(Dialect::Postgres, "\"jobq\".migrations"), (Dialect::Sqlite, "jobq_migrations")]
         {
             for step in all(dialect) {
                 let note = format!(

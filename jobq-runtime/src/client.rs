@@ -50,7 +50,8 @@ impl ClientOptions {
     }
 
     /// Keeps the tables under another name, so that two applications can share a database: a
-    /// PostgreSQL schema, or a prefix on SQLite. Default: `jobq`.
+    /// PostgreSQL schema, or a prefix on SQLite. [`Schema::new`] says which names will do. Default:
+    /// `jobq`.
     #[must_use]
     pub fn schema(mut self, name: &str) -> Self {
         self.schema = Schema::new(name).map_err(|_| name.to_owned());

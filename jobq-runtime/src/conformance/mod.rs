@@ -228,10 +228,13 @@ on_every_database! {
         s3_each_job_is_cancelled_as_its_state_allows;
     setup:
         d1_a_good_database_passes_the_check
+        d1_a_name_that_cannot_be_is_refused_with_the_cure
         d1_a_name_that_is_no_identifier_is_refused
+        d1_a_word_of_sql_will_do_as_a_name
         d1_many_processes_migrate_at_once_and_again
         d1_missing_tables_are_an_error_that_names_the_cure
         d1_newer_tables_are_left_as_they_are
+        d1_no_name_meets_the_tables_of_another
         d1_tables_made_by_hand_are_those_that_migrate_makes
         d1_tables_of_two_names_do_not_mix
         f1_a_view_shows_who_runs_a_job_and_until_when

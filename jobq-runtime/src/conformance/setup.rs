@@ -1,14 +1,18 @@
 //! Tables and start checks.
 
+use std::time::Duration;
+
+use jobq_core::job::JobId;
 use jobq_migrations::{Dialect, all, needed};
 use sqlx::Executor;
 
 use super::bed::{Bed, LEASE, on_pool};
 use super::sample::plain;
+use super::settle::buried;
 use super::wait::join_all;
 use crate::client::ClientOptions;
 use crate::error::Error;
-use crate::store::CancelReply;
+use crate::store::{CancelReply, DeadFilter, Lookup};
 
 fn dialect(bed: &Bed) -> Dialect {
     if bed.is_sqlite() { Dialect::Sqlite } else { Dialect::Postgres }
@@ -153,6 +157,66 @@ pub(super) async fn d1_a_name_that_is_no_identifier_is_refused(bed: Bed) {
     plain().enqueue(&client).await.expect("enqueues");
     if !bed.is_sqlite() {
         bed.execute(&format!("drop schema {longest} cascade")).await;
+    }
+}
+
+pub(super) async fn d1_a_name_that_cannot_be_is_refused_with_the_cure(bed: Bed) {
+    drop(bed);
+    for (name, cure) in [
+        ("pg_jobs", "put `my_` before it"),
+        ("information_schema", "put `my_` before it"),
+        ("sqlite", "put `my_` before it"),
+        ("sqlite_jobs", "put `my_` before it"),
+        ("app_closed", "put `_jobs` behind it"),
+    ] {
+        let error = crate::Schema::new(name).expect_err(name);
+        assert!(matches!(error, Error::BadOption { option: "schema", .. }), "{error:?}");
+        assert!(error.to_string().contains(cure), "{error}");
+    }
+    for name in ["closed", "pgjobs", "sqlitejobs", "my_pg_jobs", "app_closed_jobs"] {
+        crate::Schema::new(name).expect(name);
+    }
+}
+
+pub(super) async fn d1_a_word_of_sql_will_do_as_a_name(bed: Bed) {
+    let mut bed = bed.with_default_names().await;
+    for name in ["order", "user", "select", "table", "null", "current_user", "index", "closed"] {
+        bed.client = bed.another_client(name);
+        bed.store = bed.client.store();
+        bed.client.migrate().await.expect(name);
+        bed.client.migrate().await.expect(name);
+        bed.client.check().await.expect(name);
+        let id = plain().enqueue(&bed.client).await.expect(name).id;
+        let worker = bed.session(LEASE, &["k"]).await;
+        let job = worker.claim_one().await;
+        assert_eq!(job.lease.job, id);
+        bed.settle(job.lease, buried(job.counters)).await;
+        assert_eq!(bed.client.redrive(&DeadFilter::id(id)).await.expect(name), [id]);
+        let job = worker.claim_one().await;
+        on_pool!(bed, pool => {
+            let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+            bed.context(job.lease, Duration::ZERO).complete_in(&mut tx).await.expect(name);
+            tx.commit().await.expect("commits");
+        });
+        assert_eq!(bed.client.job(id).await.expect(name), Lookup::Gone);
+        crate::sweep::rescue(&*bed.store, true).await.expect(name);
+        bed.store.prune(1).await.expect(name);
+        assert_eq!(bed.client.counts().await.expect(name), []);
+    }
+}
+
+/// On SQLite the schema is a prefix: no two names may come to the same table.
+pub(super) async fn d1_no_name_meets_the_tables_of_another(bed: Bed) {
+    let bed = bed.with_default_names().await;
+    for name in ["app", "app_closed_jobs", "app_job", "app_jobs", "app_finished", "app_do", "app_"]
+    {
+        bed.another_client(name).migrate().await.expect(name);
+    }
+    for name in ["app", "app_closed_jobs", "app_job", "app_jobs", "app_finished", "app_do", "app_"]
+    {
+        let client = bed.another_client(name);
+        client.check().await.expect(name);
+        assert_eq!(plain().enqueue(&client).await.expect(name).id, JobId(1), "{name}");
     }
 }
 
