@@ -273,6 +273,7 @@ on_postgres_only! {
     servers:
         f1_the_databases_own_settings_do_not_matter
         s5_a_check_that_cannot_connect_names_the_server
+        s5_a_database_of_another_encoding_is_refused_with_the_cure
         s5_a_database_that_does_not_exist_is_named
         s5_a_refused_login_says_what_the_server_said
         s5_a_server_that_is_not_there_is_named

@@ -155,6 +155,34 @@ pub(super) async fn s5_a_check_that_cannot_connect_names_the_server(bed: Bed) {
     assert!(text.contains("postgres://me@127.0.0.1:") && !text.contains("secret"), "{text}");
 }
 
+pub(super) async fn s5_a_database_of_another_encoding_is_refused_with_the_cure(bed: Bed) {
+    for encoding in ["LATIN1", "SQL_ASCII"] {
+        let name = format!("{}_{}", bed.schema, encoding.to_lowercase());
+        bed.execute(&format!(
+            "create database {name} encoding '{encoding}' locale_provider libc locale 'C'
+             template template0"
+        ))
+        .await;
+        let options = (*bed.postgres_pool().connect_options()).clone().database(&name);
+        let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy_with(options);
+        let client = ClientOptions::new().postgres(pool.clone()).expect("a good name");
+        let refused = [client.check().await, client.migrate().await];
+        let schemas = "select count(*) from pg_namespace where nspname = 'jobq'";
+        let schemas: i64 = sqlx::query_scalar(schemas).fetch_one(&pool).await.expect("counts");
+        pool.close().await;
+        drop(client);
+        bed.execute(&format!("drop database {name} with (force)")).await;
+        for error in refused {
+            let error = error.expect_err("not every text can be stored");
+            assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains(&format!("its encoding is {encoding}")), "{text}");
+            assert!(text.contains("encoding 'UTF8' template template0"), "{text}");
+        }
+        assert_eq!(schemas, 0, "nothing was made");
+    }
+}
+
 /// What an administrator or the application's role may have set changes nothing for us.
 pub(super) async fn f1_the_databases_own_settings_do_not_matter(bed: Bed) {
     let bed = bed.with_default_names().await;

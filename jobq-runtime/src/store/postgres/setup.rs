@@ -10,6 +10,7 @@ impl PostgresStore {
     pub(super) async fn migrate(&self) -> Result<()> {
         let action = "create or upgrade jobq's tables";
         let mut connection = self.shared().await.map_err(Error::database(action))?;
+        check_encoding(&mut connection).await?;
         self.migrate_on(&mut connection).await.map_err(Error::database(action))?;
         connection.hand_back();
         Ok(())
@@ -92,6 +93,7 @@ impl PostgresStore {
                     .to_owned(),
             });
         }
+        check_encoding(&mut connection).await?;
         let found = self.version_on(&mut connection).await.map_err(Error::database(action))?;
         if found < needed(Dialect::Postgres) {
             return Err(Error::Schema { found, needed: needed(Dialect::Postgres) });
@@ -111,6 +113,23 @@ impl PostgresStore {
             options.get_database().unwrap_or_default()
         )
     }
+}
+
+/// Fails for a database that cannot hold every text that a payload or an error may be.
+async fn check_encoding(connection: &mut Checkout) -> Result<()> {
+    let encoding: String = sqlx::query_scalar("select current_setting('server_encoding')")
+        .fetch_one(&mut **connection)
+        .await
+        .map_err(Error::database("check the server"))?;
+    if encoding == "UTF8" {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        problem: format!(
+            "its encoding is {encoding}, which cannot hold every text; use one made with \
+             `create database … encoding 'UTF8' template template0`"
+        ),
+    })
 }
 
 /// Whether a connection was refused because of our start-up options.
