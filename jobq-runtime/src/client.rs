@@ -344,7 +344,8 @@ impl Client {
     }
 
     /// Makes dead jobs that match pending again, with their attempts counted anew; with
-    /// [`DeadFilter::id`] also one cancelled job. Returns their ids, which stay the same.
+    /// [`DeadFilter::id`], and no reason, also one cancelled job. Returns their ids, which stay the
+    /// same.
     ///
     /// Redriving twice makes one job.
     ///

@@ -220,6 +220,7 @@ on_every_database! {
         m3_a_job_can_be_looked_up_in_every_state
         m3_dead_and_cancelled_jobs_say_why
         r4_a_cancelled_job_can_be_redriven_by_its_id
+        r4_a_cancelled_job_is_redriven_only_if_all_of_the_filter_matches
         r4_a_completed_job_cannot_be_redriven
         r4_a_redriven_job_starts_anew_under_its_old_id_and_token
         r4_dead_letters_are_found_by_queue_kind_and_reason
