@@ -336,6 +336,9 @@ impl Client {
     /// dropped if it has not returned 5 s later. If it fails meanwhile the job is cancelled, not
     /// retried; if it completes first, it is completed.
     ///
+    /// A job that was not running is kept for [`DEFAULT_RETENTION`](crate::DEFAULT_RETENTION), 24 h,
+    /// whatever its function or queue says: its row does not know of that, only workers do.
+    ///
     /// # Errors
     ///
     /// Database errors.

@@ -52,8 +52,8 @@ pub struct JobOptions {
     pub priority: i16,
     /// The wait before each retry.
     pub backoff: Backoff,
-    /// How long a completed or cancelled job is kept; `Some(0)` deletes it at once. Default: what
-    /// the queue says.
+    /// How long a job is kept once its worker has completed or cancelled it; `Some(0)` deletes it at
+    /// once. Default: what the queue says.
     pub retention: Option<Duration>,
 }
 

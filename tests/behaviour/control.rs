@@ -22,6 +22,7 @@ on_every_database! {
     s4_a_plain_function_runs_under_the_same_rules
     s4_a_plain_function_that_panics_is_a_failure
     l3_retention_zero_leaves_nothing
+    l3_a_job_cancelled_before_it_ran_is_kept_whatever_its_retention
 }
 
 #[job(max_attempts = 3, backoff(base = "1ms", cap = "2ms"))]
@@ -237,4 +238,11 @@ async fn l3_retention_zero_leaves_nothing(bed: Bed) {
     }
     let unknown = jobq::JobId(id.0 + 1_000);
     assert_eq!(bed.client.job(unknown).await.expect("asked"), jobq::Lookup::NotFound);
+}
+
+async fn l3_a_job_cancelled_before_it_ran_is_kept_whatever_its_retention(bed: Bed) {
+    let id = forgotten::enqueue(&bed.client).await.expect("enqueued").id;
+    bed.client.cancel(id).await.expect("asked");
+    bed.run(jobs![forgotten]).await;
+    assert_eq!(bed.job(id).await.state, JobState::Cancelled);
 }

@@ -485,9 +485,10 @@ pub(crate) enum Shift {
 pub enum Lookup {
     /// It is there.
     Found(Box<JobInfo>),
-    /// It was there, is finished, and its retention is over.
+    /// It was there, is finished, and its retention is over; or the id was reserved by an enqueue
+    /// that wrote nothing (it was rolled back, or see [`CommitUnknown`](crate::Error::CommitUnknown)).
     Gone,
-    /// No job ever had this id.
+    /// No job ever had this id, and none was to have it.
     NotFound,
 }
 
@@ -523,7 +524,7 @@ pub struct JobInfo {
     pub leased_by: Option<(String, Timestamp)>,
     /// Its payload: JSON text, exactly as enqueued.
     pub payload: String,
-    /// The JSON of the value its function returned.
+    /// The JSON of the value its function returned; `None` if it completed in its own transaction.
     pub result: Option<String>,
     /// Why it is dead.
     pub death_reason: Option<DeathReason>,
@@ -628,7 +629,7 @@ pub struct DeadJob {
 /// What a request to cancel a job did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CancelReply {
-    /// It was not running and is cancelled now.
+    /// It was not running and is cancelled now; its row is kept for [`DEFAULT_RETENTION`].
     Cancelled,
     /// It is running: its worker will stop it with its next heartbeat.
     Requested,
