@@ -1,7 +1,17 @@
 //! The tables of jobq, as SQL for each database.
 //!
-//! The client's `migrate` applies these; print them to apply them yourself. Steps are only ever
-//! added, and each keeps the previous version's programs working.
+//! The client's `migrate` applies these; print them to apply them yourself, each step in one
+//! transaction. A step is complete: it makes what it needs, and notes that it was applied, so that
+//! `migrate` finds nothing left to do. Steps are only ever added, and each keeps the previous
+//! version's programs working.
+//!
+//! ```
+//! use jobq_migrations::{Dialect, all};
+//!
+//! for step in all(Dialect::Postgres) {
+//!     println!("{}", step.sql("jobq"));
+//! }
+//! ```
 //!
 //! The texts use jobq's default names: the schema `jobq` on PostgreSQL, the prefix `jobq_` on
 //! SQLite, where `now_us()` stands for the clock. [`Migration::sql`] puts in other names.
@@ -30,10 +40,13 @@ pub struct Migration {
 pub const SQLITE_NOW: &str = "(cast(round(unixepoch('subsec') * 1000) as integer) * 1000)";
 
 impl Migration {
-    /// The step's statements with `schema` as the name of the schema or prefix.
+    /// The whole step with `schema` as the name of the schema or prefix, to be run in one
+    /// transaction: its tables, and the row of the migrations table that says so. The first step
+    /// makes the schema and the migrations table as well.
     pub fn sql(&self, schema: &str) -> String {
         match self.dialect {
-            Dialect::Postgres => self.text.replace("jobq.", &format!("{schema}.")),
+            // The name may be a word of SQL.
+            Dialect::Postgres => self.text.replace("jobq", &format!("\"{schema}\"")),
             Dialect::Sqlite => {
                 self.text.replace("(now_us())", SQLITE_NOW).replace("jobq_", &format!("{schema}_"))
             }
@@ -77,11 +90,26 @@ mod tests {
     }
 
     #[test]
+    fn a_step_ends_with_the_note_that_it_was_applied() {
+        for (dialect, table) in
+            [(Dialect::Postgres, "\"jobq\".migrations"), (Dialect::Sqlite, "jobq_migrations")]
+        {
+            for step in all(dialect) {
+                let note = format!(
+                    "insert into {table} (version, name) values ({}, '{}');\n",
+                    step.version, step.name
+                );
+                assert!(step.sql("jobq").ends_with(&note), "step {}", step.version);
+            }
+        }
+    }
+
+    #[test]
     fn another_name_leaves_nothing_of_the_default() {
         for dialect in [Dialect::Postgres, Dialect::Sqlite] {
             for step in all(dialect) {
                 let sql = step.sql("billing");
-                assert!(!sql.contains("jobq.") && !sql.contains("jobq_"), "{sql}");
+                assert!(!sql.contains("jobq"), "{sql}");
                 assert!(!sql.contains("now_us()") || sql.contains("-- now_us()"), "{sql}");
             }
         }

@@ -74,6 +74,7 @@ impl Args {
 
     /// Where the jobs are, without a password.
     pub(crate) fn database_name(&self) -> &str {
-        self.database.rsplit('@').next().unwrap_or_default()
+        let (database, _options) = self.database.split_once('?').unwrap_or((&self.database, ""));
+        database.rsplit('@').next().unwrap_or_default()
     }
 }

@@ -10,7 +10,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde::ser;
 
-/// The largest payload taken unless the client says otherwise, in bytes: 2 MiB.
+/// The largest payload taken unless the client says otherwise, metadata and tags included, in bytes:
+/// 2 MiB.
 pub const DEFAULT_LIMIT: usize = 2 * 1024 * 1024;
 
 /// `serde_json` refuses to read more than 128 nested arrays and objects.
@@ -35,11 +36,11 @@ pub enum PayloadError {
     },
     /// More bytes than the limit.
     #[error(
-        "the payload has {size} bytes, more than the limit of {limit}; store the data elsewhere \
-         and enqueue where it is, or raise the client's payload limit"
+        "payload, metadata and tags have {size} bytes, more than the limit of {limit}; store the \
+         data elsewhere and enqueue where it is, or raise the client's payload limit"
     )]
     TooLarge {
-        /// Its size in bytes.
+        /// The size of all three together, as JSON, in bytes.
         size: usize,
         /// The limit in bytes.
         limit: usize,

@@ -50,14 +50,15 @@ impl ClientOptions {
     }
 
     /// Keeps the tables under another name, so that two applications can share a database: a
-    /// PostgreSQL schema, or a prefix on SQLite. Default: `jobq`.
+    /// PostgreSQL schema, or a prefix on SQLite. [`Schema::new`] says which names will do. Default:
+    /// `jobq`.
     #[must_use]
     pub fn schema(mut self, name: &str) -> Self {
         self.schema = Schema::new(name).map_err(|_| name.to_owned());
         self
     }
 
-    /// The largest payload taken, in bytes. Default: 2 MiB.
+    /// The largest payload taken, metadata and tags included, in bytes of JSON. Default: 2 MiB.
     #[must_use]
     pub fn payload_limit(mut self, bytes: usize) -> Self {
         self.payload_limit = bytes;
@@ -145,10 +146,17 @@ async fn connect_postgres(
     use sqlx::Connection;
     use sqlx::postgres::{PgConnectOptions, PgConnection, PgPoolOptions};
 
-    let options = PgConnectOptions::from_str(url).map_err(|error| Error::BadUrl {
+    let bad = |problem: &str| Error::BadUrl {
         url: without_password(url),
-        problem: format!("{error}; write \"postgres://user:password@host/database\""),
-    })?;
+        problem: format!(
+            "{problem}; write \"postgres://user:password@host/database\", with special characters \
+             percent-encoded (`@` as `%40`, `/` as `%2F`, `?` as `%3F`, `#` as `%23`)"
+        ),
+    };
+    // The driver would take parts of a password for names, which servers repeat in their errors.
+    let (_, rest) = url.split_once("://").ok_or_else(|| bad("`//` is missing"))?;
+    parts(rest).ok_or_else(|| bad("there is an `@` behind the host"))?;
+    let options = PgConnectOptions::from_str(url).map_err(|error| bad(&error.to_string()))?;
     // A pool keeps trying to reach a server that refuses; the first connection tells at once.
     let patience = Duration::from_secs(10);
     let first = match tokio::time::timeout(patience, PgConnection::connect_with(&options)).await {
@@ -169,7 +177,7 @@ async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlit
     use sqlx::sqlite::{SqliteConnectOptions, SqlitePoolOptions};
 
     let options = SqliteConnectOptions::from_str(url).map_err(|error| Error::BadUrl {
-        url: url.to_owned(),
+        url: without_password(url),
         problem: format!("{error}; write \"sqlite:jobs.db\" or \"sqlite:///var/lib/app/jobs.db\""),
     })?;
     // The file is made if it is missing, unless the URL itself says how to open it.
@@ -183,16 +191,58 @@ async fn connect_sqlite(url: &str, schema: Schema) -> Result<crate::store::sqlit
     }
 }
 
-/// A URL fit for messages.
+/// A URL fit for messages: without its password and options, and only the scheme of one that may
+/// be misread.
 fn without_password(url: &str) -> String {
-    let (url, query) = url.split_once('?').unwrap_or((url, ""));
-    if query.contains("password") {
-        return without_password(url);
+    let Some((scheme, rest)) = url.split_once(':') else {
+        return if is_plain(url, "/") { url.to_owned() } else { HIDDEN.to_owned() };
+    };
+    if scheme == "sqlite" {
+        // It has no password.
+        return url.split('?').next().unwrap_or_default().to_owned();
     }
-    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
-    let Some((login, host)) = rest.rsplit_once('@') else { return url.to_owned() };
-    let user = login.split(':').next().unwrap_or_default();
-    format!("{scheme}://{user}@{host}")
+    if !is_plain(scheme, "+") {
+        return HIDDEN.to_owned();
+    }
+    let address = rest.strip_prefix("//").and_then(address).unwrap_or_else(|| HIDDEN.to_owned());
+    format!("{scheme}://{address}")
+}
+
+/// What stands for text that may hold a password.
+const HIDDEN: &str = "…";
+
+/// User, server and database of what follows `://`; `None` if they may be something else.
+fn address(rest: &str) -> Option<String> {
+    let (authority, tail) = parts(rest)?;
+    let database = tail.split('?').next()?;
+    let (login, server) = match authority.rsplit_once('@') {
+        Some((login, server)) => (Some(login), server),
+        None => (None, authority),
+    };
+    let (host, port) = match server.rsplit_once(':') {
+        Some(host_and_port) if !server.ends_with(']') => host_and_port,
+        _ => (server, ""),
+    };
+    let user = login.map(|login| login.split(':').next().unwrap_or_default());
+    let known = user.is_none_or(|user| is_plain(user, ""))
+        && is_plain(host, if host.starts_with('[') { "[]:" } else { "" })
+        && port.bytes().all(|b| b.is_ascii_digit())
+        && is_plain(database, "/");
+    known.then(|| match user {
+        Some(user) => format!("{user}@{server}{database}"),
+        None => format!("{server}{database}"),
+    })
+}
+
+/// What follows `://` as login and server, and the rest. `None` if there is an `@` in the rest: then
+/// a password may have a `/`, `?` or `#` in it, and what looks like a server is its beginning.
+fn parts(rest: &str) -> Option<(&str, &str)> {
+    let (authority, tail) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
+    (!tail.contains('@')).then_some((authority, tail))
+}
+
+fn is_plain(text: &str, also: &str) -> bool {
+    text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c) || also.contains(c))
 }
 
 impl Client {
@@ -221,8 +271,8 @@ impl Client {
     /// Creates or upgrades jobq's tables.
     ///
     /// Safe to call from many processes at once and at every start: what is done is not done
-    /// again. The SQL is in [`jobq_migrations`], to be applied by hand where programs may not
-    /// change tables.
+    /// again. Where programs may not change tables, apply the SQL of [`jobq_migrations`] by hand,
+    /// each step in one transaction: it leaves exactly what this does.
     ///
     /// # Errors
     ///
@@ -286,6 +336,9 @@ impl Client {
     /// dropped if it has not returned 5 s later. If it fails meanwhile the job is cancelled, not
     /// retried; if it completes first, it is completed.
     ///
+    /// A job that was not running is kept for [`DEFAULT_RETENTION`](crate::DEFAULT_RETENTION), 24 h,
+    /// whatever its function or queue says: its row does not know of that, only workers do.
+    ///
     /// # Errors
     ///
     /// Database errors.
@@ -294,7 +347,8 @@ impl Client {
     }
 
     /// Makes dead jobs that match pending again, with their attempts counted anew; with
-    /// [`DeadFilter::id`] also one cancelled job. Returns their ids, which stay the same.
+    /// [`DeadFilter::id`], and no reason, also one cancelled job. Returns their ids, which stay the
+    /// same.
     ///
     /// Redriving twice makes one job.
     ///
@@ -357,10 +411,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn passwords_stay_out_of_messages() {
-        assert_eq!(without_password("postgres://me:se@cret@db:1/x"), "postgres://me@db:1/x");
-        assert_eq!(without_password("postgres://db/x"), "postgres://db/x");
-        assert_eq!(without_password("sqlite:jobs.db"), "sqlite:jobs.db");
-        assert_eq!(without_password("postgres://db/x?password=se"), "postgres://db/x");
+    fn a_url_is_shown_without_its_password_and_options() {
+        for (url, shown) in [
+            ("postgres://me:se@cret@db:1/x", "postgres://me@db:1/x"),
+            ("postgres://me:se%2Fcret@db/x?sslmode=require", "postgres://me@db/x"),
+            ("postgres://me:secret@[::1]:1/x", "postgres://me@[::1]:1/x"),
+            ("postgres://me@[::1]", "postgres://me@[::1]"),
+            ("postgres://db/x?password=se", "postgres://db/x"),
+            ("postgres://db:5432/x", "postgres://db:5432/x"),
+            ("postgres:///x", "postgres:///x"),
+            ("sqlite:jobs.db", "sqlite:jobs.db"),
+            ("sqlite:/var/lib/my app/jobs.db?key=secret", "sqlite:/var/lib/my app/jobs.db"),
+            ("db/jobs", "db/jobs"),
+        ] {
+            assert_eq!(without_password(url), shown);
+        }
+    }
+
+    #[test]
+    fn of_a_url_that_may_be_misread_only_the_scheme_is_shown() {
+        for (url, shown) in [
+            ("postgres://me:secret?x@db", "postgres://…"),
+            ("postgres://me:1/secret@db", "postgres://…"),
+            ("postgres://me:se#cret@db", "postgres://…"),
+            ("postgres://me:secret", "postgres://…"),
+            ("postgres://me:se:1", "postgres://…"),
+            ("postgres://me%3Asecret@db/x", "postgres://…"),
+            ("postgres://db/x?user=me@cloud&password=secret", "postgres://…"),
+            ("postgres:me:secret@db/x", "postgres://…"),
+            ("me:secret@db/x", "me://…"),
+            ("secret@db:1/x", "…"),
+            ("host=db password=secret", "…"),
+        ] {
+            assert_eq!(without_password(url), shown);
+        }
     }
 }

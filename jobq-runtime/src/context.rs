@@ -156,6 +156,9 @@ impl JobContext {
     /// return an error instead, or `Ok` without having committed, the attempt is a failure and
     /// nothing was written.
     ///
+    /// The value of that `Ok` is not kept: the job is completed before there is one. Write what is
+    /// to be kept in the transaction.
+    ///
     /// On SQLite begin the transaction with `BEGIN IMMEDIATE`: it keeps every other writer
     /// out of the file while it is open.
     ///

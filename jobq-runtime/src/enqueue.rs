@@ -27,7 +27,7 @@ pub struct Enqueued {
             feature of jobq (`postgres`, `sqlite`) must be on"
 )]
 pub trait EnqueueTarget: sealed::Sealed + Send + Sized {
-    /// Where the tables are, and how large a payload may be.
+    /// Where the tables are, and how large a job's payload may be, metadata and tags included.
     #[doc(hidden)]
     fn settings(&self) -> (Schema, usize) {
         (Schema::default(), DEFAULT_LIMIT)

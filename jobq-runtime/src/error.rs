@@ -71,8 +71,15 @@ pub enum Error {
     },
     /// The connection broke after jobs were sent: they may have been written or not.
     ///
-    /// The ids were reserved before. Look them up with [`Client::job`](crate::Client::job): a job
-    /// that is there was written. Enqueueing again without looking may write them twice.
+    /// The ids were reserved before. Look them up with [`Client::job`](crate::Client::job), once the
+    /// server has had a moment to end what it was doing: jobs of one call are written all or none.
+    ///
+    /// - [`Found`](crate::Lookup::Found): they were written.
+    /// - [`Gone`](crate::Lookup::Gone): they were not written, or they were, have ended since and
+    ///   were not kept. Only if their retention is longer than it took to look does it mean that
+    ///   they were not, and may be enqueued again.
+    ///
+    /// Enqueueing again without looking may write them twice.
     #[error(
         "the connection broke while jobs were written; they may exist: look up {ids:?} before enqueueing again"
     )]

@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::handler::{Handler, Need};
+use crate::store::tags_json;
 
 /// A job function's twin type, made by `#[job]`.
 ///
@@ -51,8 +52,8 @@ pub struct JobOptions {
     pub priority: i16,
     /// The wait before each retry.
     pub backoff: Backoff,
-    /// How long a completed or cancelled job is kept; `Some(0)` deletes it at once. Default: what
-    /// the queue says.
+    /// How long a job is kept once its worker has completed or cancelled it; `Some(0)` deletes it at
+    /// once. Default: what the queue says.
     pub retention: Option<Duration>,
 }
 
@@ -258,10 +259,6 @@ impl NewJob {
         let kind = self.kind;
         let payload =
             self.payload.map_err(|source| Error::Payload { kind: kind.to_string(), source })?;
-        if payload.len() > payload_limit {
-            let source = PayloadError::TooLarge { size: payload.len(), limit: payload_limit };
-            return Err(Error::Payload { kind: kind.to_string(), source });
-        }
         check_name("job", &kind)?;
         check_name("queue", &self.queue)?;
         if self.max_attempts == 0 || self.max_attempts > i32::MAX as u32 {
@@ -294,7 +291,7 @@ impl NewJob {
                 problem: error.to_string(),
             })?)
         };
-        Ok(CheckedJob {
+        let job = CheckedJob {
             priority: check_priority(self.priority)?,
             kind,
             queue: self.queue,
@@ -304,7 +301,13 @@ impl NewJob {
             max_crashes: self.max_crashes,
             tags: self.tags,
             metadata,
-        })
+        };
+        let size = job.size();
+        if size > payload_limit {
+            let source = PayloadError::TooLarge { size, limit: payload_limit };
+            return Err(Error::Payload { kind: job.kind.into_owned(), source });
+        }
+        Ok(job)
     }
 }
 
@@ -320,6 +323,15 @@ pub struct CheckedJob {
     pub(crate) max_crashes: u32,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: Option<String>,
+}
+
+impl CheckedJob {
+    /// Bytes of everything in it that the caller can make as large as it likes, as it is stored.
+    pub(crate) fn size(&self) -> usize {
+        self.payload.len()
+            + self.metadata.as_ref().map_or(0, String::len)
+            + tags_json(&self.tags).map_or(0, |tags| tags.len())
+    }
 }
 
 /// When a checked job is wanted.

@@ -1,3 +1,19 @@
+do $$
+begin
+    -- `if not exists` needs the right to create schemas even where there is nothing to create.
+    if to_regnamespace('jobq') is null then
+        create schema jobq;
+    end if;
+end
+$$;
+
+-- Which steps were applied.
+create table jobq.migrations (
+    version bigint primary key,
+    name text not null,
+    applied_at timestamptz not null default clock_timestamp()
+);
+
 -- Unfinished jobs only; one row is one job. A claim changes token, attempt and leased_by, which no
 -- index contains, so that it is a HOT update: half of each page is left free for the new versions.
 create table jobq.jobs (
@@ -23,7 +39,8 @@ create table jobq.jobs (
     wait_reason text,
     tags text,
     metadata text,
-    payload text not null default '{}'
+    payload text not null default '{}',
+    constraint band_is_the_priority check (band in (priority, 32767))
 ) with (
     fillfactor = 50,
     vacuum_truncate = off,
@@ -163,3 +180,5 @@ left join (
     union all
     select id, worker, leased_until from jobq.closed_sessions
 ) as session on session.id = job.leased_by and job.leased_by <> 0;
+
+insert into jobq.migrations (version, name) values (1, 'jobs');

@@ -1,5 +1,13 @@
--- Unfinished jobs only; one row is one job. Times are microseconds since 1970 (UTC);
--- now_us() stands for the database's clock. Ids must never be used twice: autoincrement.
+-- Which steps were applied. Times are microseconds since 1970 (UTC);
+-- now_us() stands for the database's clock.
+create table jobq_migrations (
+    version integer primary key,
+    name text not null,
+    applied_at integer not null default (now_us())
+);
+
+-- Unfinished jobs only; one row is one job. Ids must never be used twice: autoincrement. Strict, for
+-- a job whose run_after is text such as '2030-01-01 00:00:00' would never be claimed.
 create table jobq_jobs (
     id integer primary key autoincrement,
     -- 9223372036854775807 = waiting, for wait_reason
@@ -23,8 +31,9 @@ create table jobq_jobs (
     wait_reason text,
     tags text,
     metadata text,
-    payload text not null default '{}'
-);
+    payload text not null default '{}',
+    constraint band_is_the_priority check (band in (priority, 32767))
+) strict;
 
 create index jobq_jobs_due on jobq_jobs (queue, band desc, run_after, id);
 
@@ -141,3 +150,5 @@ left join (
     union all
     select id, worker, leased_until from jobq_closed_sessions
 ) as session on session.id = job.leased_by and job.leased_by <> 0;
+
+insert into jobq_migrations (version, name) values (1, 'jobs');

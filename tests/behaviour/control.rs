@@ -24,6 +24,7 @@ on_every_database! {
     s4_a_plain_function_that_completes_after_its_timeout_has_completed
     r3_a_panic_with_a_value_that_panics_is_a_failure
     l3_retention_zero_leaves_nothing
+    l3_a_job_cancelled_before_it_ran_is_kept_whatever_its_retention
 }
 
 #[job(max_attempts = 3, backoff(base = "1ms", cap = "2ms"))]
@@ -274,4 +275,11 @@ async fn r3_a_panic_with_a_value_that_panics_is_a_failure(bed: Bed) {
     let ended = bed.run(jobs![throwing_a_bomb]).await;
     assert_eq!((ended.dead, ended.leases_lost, ended.abandoned), (1, 0, 0), "{ended:?}");
     assert_eq!(bed.job(id).await.death_reason, Some(DeathReason::Exhausted));
+}
+
+async fn l3_a_job_cancelled_before_it_ran_is_kept_whatever_its_retention(bed: Bed) {
+    let id = forgotten::enqueue(&bed.client).await.expect("enqueued").id;
+    bed.client.cancel(id).await.expect("asked");
+    bed.run(jobs![forgotten]).await;
+    assert_eq!(bed.job(id).await.state, JobState::Cancelled);
 }

@@ -203,7 +203,8 @@ impl Bed {
         if self.is_sqlite() {
             text.replace("jobq.", "jobq_")
         } else {
-            text.replace("jobq.", &format!("{}.", self.schema))
+            // Quoted, as in the store's statements: some cases look for these.
+            text.replace("jobq.", &format!("\"{}\".", self.schema))
         }
     }
 

@@ -33,6 +33,7 @@ pub(super) async fn f7_effect_and_completion_commit_together(bed: Bed) {
     let finished = bed.row("finished", job.lease.job).await.expect("completed");
     running.agrees(&finished, &[]);
     assert_eq!(finished.text("state"), "completed");
+    assert!(finished.is_null("result"), "the job function has not returned yet");
     let kept = finished.number("expires_at") - finished.number("finished_at");
     assert!((kept - RETENTION.as_micros() as i64).abs() < 1_000_000);
 }

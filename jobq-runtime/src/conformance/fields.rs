@@ -193,6 +193,45 @@ pub(super) async fn e7_a_plain_insert_is_a_job(bed: Bed) {
     assert!(jobs[0].run_after.0 >= before && jobs[0].created_at.0 >= before);
 }
 
+/// What the database takes, a worker can find: a job is never lost for a value that is not one.
+pub(super) async fn e7_an_insert_of_a_job_that_none_could_claim_is_refused(bed: Bed) {
+    let mut refused = vec![
+        ("priority", "3"),
+        ("band", "4"),
+        ("priority, band", "2, 3"),
+        ("priority, band", "5, 5"),
+        ("run_after", "'soon'"),
+        ("leased_by", "'nobody'"),
+    ];
+    if bed.is_sqlite() {
+        refused.extend([
+            ("run_after", "datetime('now')"),
+            ("run_after", "julianday('now')"),
+            ("run_after", "x'00'"),
+            ("priority, band", "1.5, 1.5"),
+            ("queue", "x'64656661756c74'"),
+            ("leased_by", "''"),
+        ]);
+    }
+    for (columns, values) in refused {
+        let insert = format!("insert into jobq.jobs (kind, {columns}) values ('k', {values})");
+        let sql = bed.statement(&insert);
+        on_pool!(bed, pool => {
+            sqlx::query(sql).execute(pool).await.expect_err(&insert);
+        });
+    }
+    assert_eq!(bed.count("jobs").await, 0);
+    let (now, later) = (bed.seconds_away(0), bed.seconds_away(3600));
+    bed.execute(&format!("insert into jobq.jobs (kind, run_after) values ('k', {now})")).await;
+    bed.execute(&format!("insert into jobq.jobs (kind, run_after) values ('k', {later})")).await;
+    bed.execute("insert into jobq.jobs (kind, priority, band) values ('k', 3, 3)").await;
+    let express =
+        format!("insert into jobq.jobs (kind, priority, band) values ('k', 3, {EXPRESS})");
+    bed.execute(&express).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    assert_eq!(worker.claim(5).await.len(), 3, "one is for later");
+}
+
 pub(super) async fn e3_a_queue_that_nobody_serves_keeps_its_jobs(bed: Bed) {
     plain().queue("elsewhere").enqueue(&bed.client).await.expect("enqueues");
     let worker = bed.session(LEASE, &["k"]).await;

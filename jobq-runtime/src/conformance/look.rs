@@ -243,6 +243,28 @@ pub(super) async fn r4_a_cancelled_job_can_be_redriven_by_its_id(bed: Bed) {
     assert_eq!(bed.count("finished").await, 0);
 }
 
+pub(super) async fn r4_a_cancelled_job_is_redriven_only_if_all_of_the_filter_matches(bed: Bed) {
+    let id = bed.one().await;
+    assert_eq!(bed.client.cancel(id).await.expect("cancels"), CancelReply::Cancelled);
+    let redrive = |filter: DeadFilter| {
+        let bed = &bed;
+        async move { bed.client.redrive(&filter).await.expect("redrives") }
+    };
+    for filter in [
+        DeadFilter::id(id).kind("l"),
+        DeadFilter::id(id).queue("other"),
+        DeadFilter::id(id).kind("k").queue("other"),
+        DeadFilter::id(id).kind("l").queue("default"),
+        DeadFilter::id(id).reason(DeathReason::Exhausted),
+        DeadFilter::id(id).kind("k").queue("default").reason(DeathReason::Discarded),
+    ] {
+        assert_eq!(redrive(filter.clone()).await, [], "{filter:?}");
+    }
+    assert_eq!(bed.row("finished", id).await.expect("untouched").text("state"), "cancelled");
+    assert_eq!(redrive(DeadFilter::id(id).kind("k").queue("default")).await, [id]);
+    assert_eq!((bed.count("jobs").await, bed.count("finished").await), (1, 0));
+}
+
 pub(super) async fn r4_a_completed_job_cannot_be_redriven(bed: Bed) {
     let id = bed.one().await;
     let job = claim(&bed).await;

@@ -111,6 +111,7 @@ on_every_database! {
         e3_values_out_of_range_are_typed_errors_and_write_nothing
         e3_a_queue_that_nobody_serves_keeps_its_jobs
         e7_a_plain_insert_is_a_job
+        e7_an_insert_of_a_job_that_none_could_claim_is_refused
         f1_each_queue_of_a_claim_has_its_own_limit
         o1_jobs_of_one_call_are_claimed_in_their_order
         o1_next_in_line_comes_before_every_priority;
@@ -120,6 +121,7 @@ on_every_database! {
         e4_the_deepest_nesting_comes_back_and_a_deeper_one_is_refused
         e4_what_json_cannot_hold_is_a_typed_error
         e4_the_payload_limit_is_the_clients
+        e4_metadata_and_tags_count_towards_the_payload_limit
         e4_any_text_is_kept_byte_for_byte;
     settle:
         l2_a_claim_changes_token_attempt_and_holder_only
@@ -221,6 +223,7 @@ on_every_database! {
         m3_a_job_can_be_looked_up_in_every_state
         m3_dead_and_cancelled_jobs_say_why
         r4_a_cancelled_job_can_be_redriven_by_its_id
+        r4_a_cancelled_job_is_redriven_only_if_all_of_the_filter_matches
         r4_a_completed_job_cannot_be_redriven
         r4_a_redriven_job_starts_anew_under_its_old_id_and_token
         r4_dead_letters_are_found_by_queue_kind_and_reason
@@ -229,10 +232,14 @@ on_every_database! {
         s3_each_job_is_cancelled_as_its_state_allows;
     setup:
         d1_a_good_database_passes_the_check
+        d1_a_name_that_cannot_be_is_refused_with_the_cure
         d1_a_name_that_is_no_identifier_is_refused
+        d1_a_word_of_sql_will_do_as_a_name
         d1_many_processes_migrate_at_once_and_again
         d1_missing_tables_are_an_error_that_names_the_cure
         d1_newer_tables_are_left_as_they_are
+        d1_no_name_meets_the_tables_of_another
+        d1_tables_made_by_hand_are_those_that_migrate_makes
         d1_tables_of_two_names_do_not_mix
         f1_a_view_shows_who_runs_a_job_and_until_when
         s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do;
@@ -265,13 +272,17 @@ on_postgres_only! {
         s2_a_listener_whose_connection_is_cut_says_so;
     look:
         r4_a_locked_dead_letter_holds_up_nobody_else;
+    setup:
+        d1_a_schema_that_is_there_is_used;
     servers:
         f1_the_databases_own_settings_do_not_matter
         s5_a_check_that_cannot_connect_names_the_server
+        s5_a_database_of_another_encoding_is_refused_with_the_cure
         s5_a_database_that_does_not_exist_is_named
         s5_a_refused_login_says_what_the_server_said
         s5_a_server_that_is_not_there_is_named
         s5_a_url_that_cannot_be_read_is_shown_without_its_password
+        s5_no_part_of_a_password_is_ever_shown
         s7_pgbouncer_in_the_way_is_recognised;
     plans:
         d4_claims_are_hot_updates

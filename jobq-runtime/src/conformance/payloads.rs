@@ -4,7 +4,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::bed::{Bed, LEASE};
-use super::sample::new_job;
+use super::sample::{new_job, plain};
 use super::worker::job;
 use crate::client::ClientOptions;
 use crate::error::Error;
@@ -127,6 +127,35 @@ pub(super) async fn e4_the_payload_limit_is_the_clients(bed: Bed) {
         drop(tx);
     });
     assert_eq!(bed.count("jobs").await, 1);
+}
+
+pub(super) async fn e4_metadata_and_tags_count_towards_the_payload_limit(bed: Bed) {
+    let client = bed.client_with(ClientOptions::new().schema(&bed.schema).payload_limit(100));
+    // {} and {"m":"…"}; {} and ["…"]; all three.
+    let fits = [
+        plain().metadata("m", "x".repeat(90)),
+        plain().tag("x".repeat(94)),
+        plain().metadata("m", "x".repeat(43)).tag("x".repeat(43)),
+    ];
+    let larger = [
+        plain().metadata("m", "x".repeat(91)),
+        plain().tag("x".repeat(95)),
+        plain().tag("\u{1}".repeat(16)),
+        plain().metadata("m", "x".repeat(43)).tag("x".repeat(44)),
+    ];
+    for job in fits {
+        job.enqueue(&client).await.expect("exactly the limit");
+    }
+    for job in larger {
+        let error = job.enqueue(&client).await.expect_err("larger");
+        assert!(matches!(error, Error::Payload { .. }), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("payload, metadata and tags have 10"), "{text}");
+        assert!(text.contains("more than the limit of 100"), "{text}");
+    }
+    let error = plain().tag("x".repeat(30_000_000)).enqueue(&bed.client).await;
+    assert!(matches!(error, Err(Error::Payload { .. })), "{error:?}");
+    assert_eq!(bed.count("jobs").await, 3);
 }
 
 /// Other programs write payloads too: not a byte is normalised.

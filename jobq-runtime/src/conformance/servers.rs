@@ -45,6 +45,36 @@ pub(super) async fn s5_a_url_that_cannot_be_read_is_shown_without_its_password(b
     }
 }
 
+pub(super) async fn s5_no_part_of_a_password_is_ever_shown(bed: Bed) {
+    drop(bed);
+    let port = refusing("28P01", "password authentication failed for user \"me\"").await;
+    let passwords =
+        ["hunter2", "%2Fhunter2%3Fsesame", "@hunter2", "/hunter2", "1/hunter2", "?hunter2"]
+            .into_iter()
+            .map(str::to_owned)
+            .chain(
+                "@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")),
+            );
+    for password in passwords {
+        for url in [
+            format!("postgres://me:{password}@127.0.0.1:{port}/jobs"),
+            format!("postgresql://:{password}@127.0.0.1:{port}/jobs?sslmode=disable"),
+            format!("postgres://me:{password}@127.0.0.1:notaport/jobs"),
+            format!("postgres://me:{password}@[::1/jobs"),
+            format!("postgres:///me:{password}@127.0.0.1:{port}/jobs"),
+            format!("postgres:me:{password}@127.0.0.1:{port}/jobs"),
+            format!("postgres://127.0.0.1:{port}/jobs?password={password}"),
+            format!("me:{password}@127.0.0.1:{port}/jobs"),
+            format!("mysql://me:{password}@127.0.0.1:{port}/jobs"),
+            format!("host=127.0.0.1 port={port} user=me password={password}"),
+        ] {
+            let error = Client::connect(&url).await.expect_err(&url);
+            let text = format!("{error} {error:?} {}", error_chain(&error));
+            assert!(!text.contains("hunter2") && !text.contains("sesame"), "{url}: {text}");
+        }
+    }
+}
+
 /// A server that answers every connection with one error.
 async fn refusing(code: &'static str, message: &'static str) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -123,6 +153,34 @@ pub(super) async fn s5_a_check_that_cannot_connect_names_the_server(bed: Bed) {
     let text = format!("{error:?} {}", error_chain(&error));
     assert!(matches!(error, Error::Connect { .. }), "{text}");
     assert!(text.contains("postgres://me@127.0.0.1:") && !text.contains("secret"), "{text}");
+}
+
+pub(super) async fn s5_a_database_of_another_encoding_is_refused_with_the_cure(bed: Bed) {
+    for encoding in ["LATIN1", "SQL_ASCII"] {
+        let name = format!("{}_{}", bed.schema, encoding.to_lowercase());
+        bed.execute(&format!(
+            "create database {name} encoding '{encoding}' locale_provider libc locale 'C'
+             template template0"
+        ))
+        .await;
+        let options = (*bed.postgres_pool().connect_options()).clone().database(&name);
+        let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy_with(options);
+        let client = ClientOptions::new().postgres(pool.clone()).expect("a good name");
+        let refused = [client.check().await, client.migrate().await];
+        let schemas = "select count(*) from pg_namespace where nspname = 'jobq'";
+        let schemas: i64 = sqlx::query_scalar(schemas).fetch_one(&pool).await.expect("counts");
+        pool.close().await;
+        drop(client);
+        bed.execute(&format!("drop database {name} with (force)")).await;
+        for error in refused {
+            let error = error.expect_err("not every text can be stored");
+            assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains(&format!("its encoding is {encoding}")), "{text}");
+            assert!(text.contains("encoding 'UTF8' template template0"), "{text}");
+        }
+        assert_eq!(schemas, 0, "nothing was made");
+    }
 }
 
 /// What an administrator or the application's role may have set changes nothing for us.

@@ -1,16 +1,25 @@
 //! Tables and start checks.
 
-use jobq_migrations::{Dialect, needed};
+use std::time::Duration;
 
-use super::bed::{Bed, LEASE};
+use jobq_core::job::JobId;
+use jobq_migrations::{Dialect, all, needed};
+use sqlx::Executor;
+
+use super::bed::{Bed, LEASE, on_pool};
 use super::sample::plain;
+use super::settle::buried;
 use super::wait::join_all;
 use crate::client::ClientOptions;
 use crate::error::Error;
-use crate::store::CancelReply;
+use crate::store::{CancelReply, DeadFilter, Lookup};
+
+fn dialect(bed: &Bed) -> Dialect {
+    if bed.is_sqlite() { Dialect::Sqlite } else { Dialect::Postgres }
+}
 
 fn newest(bed: &Bed) -> i64 {
-    needed(if bed.is_sqlite() { Dialect::Sqlite } else { Dialect::Postgres })
+    needed(dialect(bed))
 }
 
 pub(super) async fn d1_many_processes_migrate_at_once_and_again(bed: Bed) {
@@ -58,6 +67,68 @@ pub(super) async fn d1_newer_tables_are_left_as_they_are(bed: Bed) {
     assert_eq!(bed.count("migrations").await, newest(&bed) + 1);
 }
 
+/// What a database says of the tables of a name, their migrations included.
+async fn made(bed: &Bed, name: &str) -> Vec<String> {
+    let (objects, separator) = if bed.is_sqlite() {
+        (format!("select sql from sqlite_master where name like '{name}%' order by name"), '_')
+    } else {
+        let columns = format!(
+            "select table_name || column_name || data_type || coalesce(column_default, '')
+             from information_schema.columns where table_schema = '{name}'
+             union all
+             select indexdef from pg_indexes where schemaname = '{name}'
+             order by 1"
+        );
+        (columns, '.')
+    };
+    let mut made = bed.texts(&objects).await;
+    assert!(made.len() > 10, "{made:?}");
+    let applied = format!("select version || name from {name}{separator}migrations order by 1");
+    made.extend(bed.texts(&applied).await);
+    made.into_iter().map(|text| text.replace(name, "NAME")).collect()
+}
+
+pub(super) async fn d1_tables_made_by_hand_are_those_that_migrate_makes(bed: Bed) {
+    let bed = bed.with_default_names().await;
+    let client = bed.another_client("byhand");
+    for step in all(dialect(&bed)) {
+        on_pool!(bed, pool => {
+            let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+            let script = sqlx::AssertSqlSafe(step.sql("byhand"));
+            (&mut *tx).execute(script).await.expect("applies");
+            tx.commit().await.expect("commits");
+        });
+    }
+    let by_hand = made(&bed, "byhand").await;
+    client.check().await.expect("the tables fit");
+    client.migrate().await.expect("there is nothing to do");
+    assert_eq!(made(&bed, "byhand").await, by_hand);
+    client.migrate().await.expect("nor the second time");
+    plain().enqueue(&client).await.expect("enqueues");
+
+    let other = bed.another_client("migrated");
+    other.migrate().await.expect("the tables can be made");
+    assert_eq!(made(&bed, "migrated").await, by_hand);
+}
+
+/// A team may give jobq a schema made beforehand, and no right to make any.
+#[cfg(feature = "postgres")]
+pub(super) async fn d1_a_schema_that_is_there_is_used(bed: Bed) {
+    let bed = bed.with_default_names().await;
+    let role = format!("r{:x}", rand::random::<u64>());
+    bed.execute(&format!("create role {role}")).await;
+    bed.execute(&format!("create schema given authorization {role}")).await;
+    let options = (*bed.postgres_pool().connect_options()).clone();
+    let options = options.options([("role", &*role)]);
+    let pool = sqlx::postgres::PgPoolOptions::new().max_connections(1).connect_lazy_with(options);
+    let client = ClientOptions::new().schema("given").postgres(pool.clone()).expect("a good name");
+    let migrated = client.migrate().await;
+    pool.close().await;
+    bed.execute("drop schema given cascade").await;
+    bed.execute(&format!("drop role {role}")).await;
+    migrated.expect("the schema is there");
+}
+
 pub(super) async fn d1_tables_of_two_names_do_not_mix(bed: Bed) {
     let other = bed.another_client(&format!("{}_b", bed.schema));
     other.migrate().await.expect("the tables can be made");
@@ -86,6 +157,66 @@ pub(super) async fn d1_a_name_that_is_no_identifier_is_refused(bed: Bed) {
     plain().enqueue(&client).await.expect("enqueues");
     if !bed.is_sqlite() {
         bed.execute(&format!("drop schema {longest} cascade")).await;
+    }
+}
+
+pub(super) async fn d1_a_name_that_cannot_be_is_refused_with_the_cure(bed: Bed) {
+    drop(bed);
+    for (name, cure) in [
+        ("pg_jobs", "put `my_` before it"),
+        ("information_schema", "put `my_` before it"),
+        ("sqlite", "put `my_` before it"),
+        ("sqlite_jobs", "put `my_` before it"),
+        ("app_closed", "put `_jobs` behind it"),
+    ] {
+        let error = crate::Schema::new(name).expect_err(name);
+        assert!(matches!(error, Error::BadOption { option: "schema", .. }), "{error:?}");
+        assert!(error.to_string().contains(cure), "{error}");
+    }
+    for name in ["closed", "pgjobs", "sqlitejobs", "my_pg_jobs", "app_closed_jobs"] {
+        crate::Schema::new(name).expect(name);
+    }
+}
+
+pub(super) async fn d1_a_word_of_sql_will_do_as_a_name(bed: Bed) {
+    let mut bed = bed.with_default_names().await;
+    for name in ["order", "user", "select", "table", "null", "current_user", "index", "closed"] {
+        bed.client = bed.another_client(name);
+        bed.store = bed.client.store();
+        bed.client.migrate().await.expect(name);
+        bed.client.migrate().await.expect(name);
+        bed.client.check().await.expect(name);
+        let id = plain().enqueue(&bed.client).await.expect(name).id;
+        let worker = bed.session(LEASE, &["k"]).await;
+        let job = worker.claim_one().await;
+        assert_eq!(job.lease.job, id);
+        bed.settle(job.lease, buried(job.counters)).await;
+        assert_eq!(bed.client.redrive(&DeadFilter::id(id)).await.expect(name), [id]);
+        let job = worker.claim_one().await;
+        on_pool!(bed, pool => {
+            let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+            bed.context(job.lease, Duration::ZERO).complete_in(&mut tx).await.expect(name);
+            tx.commit().await.expect("commits");
+        });
+        assert_eq!(bed.client.job(id).await.expect(name), Lookup::Gone);
+        crate::sweep::rescue(&*bed.store, true).await.expect(name);
+        bed.store.prune(1).await.expect(name);
+        assert_eq!(bed.client.counts().await.expect(name), []);
+    }
+}
+
+/// On SQLite the schema is a prefix: no two names may come to the same table.
+pub(super) async fn d1_no_name_meets_the_tables_of_another(bed: Bed) {
+    let bed = bed.with_default_names().await;
+    for name in ["app", "app_closed_jobs", "app_job", "app_jobs", "app_finished", "app_do", "app_"]
+    {
+        bed.another_client(name).migrate().await.expect(name);
+    }
+    for name in ["app", "app_closed_jobs", "app_job", "app_jobs", "app_finished", "app_do", "app_"]
+    {
+        let client = bed.another_client(name);
+        client.check().await.expect(name);
+        assert_eq!(plain().enqueue(&client).await.expect(name).id, JobId(1), "{name}");
     }
 }
 

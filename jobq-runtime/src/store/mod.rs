@@ -31,23 +31,22 @@ impl Schema {
 
     /// Takes a name of 1 to 40 lower-case letters, digits and `_`, not beginning with a digit.
     ///
+    /// A name may be a word of SQL, such as `order`; in SQL of your own it must be quoted then. Not
+    /// taken are names that a database keeps for itself (`pg_…`, `information_schema`, `sqlite`,
+    /// `sqlite_…`), and those that end in `_closed`, whose tables would meet those of the name before
+    /// it on SQLite.
+    ///
     /// # Errors
     ///
     /// [`Error::BadOption`](crate::Error::BadOption) for any other name: it becomes part of SQL
     /// text.
     pub fn new(name: &str) -> Result<Self> {
-        let fits = (1..=40).contains(&name.len())
-            && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
-            && !name.starts_with(|c: char| c.is_ascii_digit());
-        if fits {
-            Ok(Self(name.into()))
-        } else {
-            Err(crate::Error::BadOption {
+        match problem_of(name) {
+            None => Ok(Self(name.into())),
+            Some(problem) => Err(crate::Error::BadOption {
                 option: "schema",
-                problem: format!(
-                    "{name:?} is not 1 to 40 lower-case letters, digits and '_', beginning with a letter"
-                ),
-            })
+                problem: format!("{name:?} {problem}"),
+            }),
         }
     }
 
@@ -55,6 +54,26 @@ impl Schema {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+}
+
+/// Why a name cannot be the schema's, and what to do.
+fn problem_of(name: &str) -> Option<&'static str> {
+    let is_identifier = (1..=40).contains(&name.len())
+        && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+        && !name.starts_with(|c: char| c.is_ascii_digit());
+    if !is_identifier {
+        return Some("is not 1 to 40 lower-case letters, digits and '_', beginning with a letter");
+    }
+    let is_reserved = ["information_schema", "sqlite"].contains(&name)
+        || ["pg_", "sqlite_"].iter().any(|prefix| name.starts_with(prefix));
+    if is_reserved {
+        return Some("is a name that databases keep for themselves; put `my_` before it");
+    }
+    // `app_closed` and `app` would share the table `app_closed_sessions`.
+    if name.ends_with("_closed") {
+        return Some("ends in `_closed`, as one of jobq's tables does; put `_jobs` behind it");
+    }
+    None
 }
 
 impl Default for Schema {
@@ -468,9 +487,10 @@ pub(crate) enum Shift {
 pub enum Lookup {
     /// It is there.
     Found(Box<JobInfo>),
-    /// It was there, is finished, and its retention is over.
+    /// It was there, is finished, and its retention is over; or the id was reserved by an enqueue
+    /// that wrote nothing (it was rolled back, or see [`CommitUnknown`](crate::Error::CommitUnknown)).
     Gone,
-    /// No job ever had this id.
+    /// No job ever had this id, and none was to have it.
     NotFound,
 }
 
@@ -506,7 +526,7 @@ pub struct JobInfo {
     pub leased_by: Option<(String, Timestamp)>,
     /// Its payload: JSON text, exactly as enqueued.
     pub payload: String,
-    /// The JSON of the value its function returned.
+    /// The JSON of the value its function returned; `None` if it completed in its own transaction.
     pub result: Option<String>,
     /// Why it is dead.
     pub death_reason: Option<DeathReason>,
@@ -611,7 +631,7 @@ pub struct DeadJob {
 /// What a request to cancel a job did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CancelReply {
-    /// It was not running and is cancelled now.
+    /// It was not running and is cancelled now; its row is kept for [`DEFAULT_RETENTION`].
     Cancelled,
     /// It is running: its worker will stop it with its next heartbeat.
     Requested,

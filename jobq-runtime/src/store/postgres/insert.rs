@@ -18,7 +18,7 @@ use crate::job::{CheckedDue, CheckedJob};
 use crate::store::Completion;
 use crate::wake;
 
-/// The most jobs, and the most payload bytes, that one statement writes.
+/// The most jobs, and the most bytes of their payloads, metadata and tags, that one statement writes.
 const CHUNK_JOBS: usize = 5_000;
 const CHUNK_BYTES: usize = 16 * 1024 * 1024;
 
@@ -151,12 +151,12 @@ fn chunks(jobs: &[CheckedJob]) -> Vec<&[CheckedJob]> {
     let mut chunks = Vec::new();
     let (mut start, mut bytes) = (0, 0);
     for (index, job) in jobs.iter().enumerate() {
-        if index > start && (index - start >= CHUNK_JOBS || bytes + job.payload.len() > CHUNK_BYTES)
-        {
+        let size = job.size();
+        if index > start && (index - start >= CHUNK_JOBS || bytes + size > CHUNK_BYTES) {
             chunks.push(&jobs[start..index]);
             (start, bytes) = (index, 0);
         }
-        bytes += job.payload.len();
+        bytes += size;
     }
     if start < jobs.len() {
         chunks.push(&jobs[start..]);
@@ -305,3 +305,35 @@ macro_rules! targets {
     };
 }
 targets!(&mut PgConnection, &mut PoolConnection<Postgres>, &mut Transaction<'_, Postgres>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_bounded_in_all_that_jobs_carry() {
+        let small = CheckedJob {
+            kind: "k".into(),
+            queue: "default".into(),
+            payload: "{}".to_owned(),
+            due: CheckedDue::After(Duration::ZERO),
+            priority: 0,
+            max_attempts: 1,
+            max_crashes: 1,
+            tags: Vec::new(),
+            metadata: None,
+        };
+        let text = "x".repeat(CHUNK_BYTES / 4 + 1);
+        for large in [
+            CheckedJob { payload: text.clone(), ..small.clone() },
+            CheckedJob { metadata: Some(text.clone()), ..small.clone() },
+            CheckedJob { tags: vec![text], ..small.clone() },
+        ] {
+            let sizes =
+                |jobs: &[CheckedJob]| chunks(jobs).iter().map(|c| c.len()).collect::<Vec<_>>();
+            assert_eq!(sizes(&vec![large; 8]), [3, 3, 2]);
+        }
+        assert_eq!(chunks(&vec![small; CHUNK_JOBS + 1]).len(), 2);
+        assert!(chunks(&[]).is_empty());
+    }
+}

@@ -271,11 +271,16 @@ impl PostgresStore {
         .bind(i64::from(limit))
         .fetch_all(&mut *connection)
         .await?;
-        // One job by id may also be a cancelled one.
-        if let (Some(id), true) = (filter.id, ids.is_empty()) {
+        // One job by id may also be a cancelled one, which died for no reason.
+        if let (Some(id), None, true) = (filter.id, filter.reason, ids.is_empty()) {
             ids = sqlx::query_scalar(self.sql(
                 "with gone as (
-                     delete from jobq.finished where id = $1 and state = 'cancelled' returning *
+                     delete from jobq.finished
+                     where id = $1
+                       and state = 'cancelled'
+                       and ($2::text is null or queue = $2)
+                       and ($3::text is null or kind = $3)
+                     returning *
                  )
                  insert into jobq.jobs (
                      id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind,
@@ -289,6 +294,8 @@ impl PostgresStore {
                  returning id",
             ))
             .bind(id.0)
+            .bind(&filter.queue)
+            .bind(&filter.kind)
             .fetch_all(&mut *connection)
             .await?;
         }

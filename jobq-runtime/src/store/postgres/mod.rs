@@ -112,8 +112,9 @@ fn sql(schema: &Schema, text: &'static str) -> SqlStr {
     if schema.as_str() == Schema::DEFAULT {
         text.into_sql_str()
     } else {
-        // The name was checked when the schema was made: letters, digits and '_' only.
-        AssertSqlSafe(text.replace("jobq.", &format!("{}.", schema.as_str()))).into_sql_str()
+        // The name was checked when the schema was made: letters, digits and '_' only. It may be a
+        // word of SQL.
+        AssertSqlSafe(text.replace("jobq.", &format!("\"{}\".", schema.as_str()))).into_sql_str()
     }
 }
 

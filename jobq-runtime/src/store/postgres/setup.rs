@@ -10,6 +10,7 @@ impl PostgresStore {
     pub(super) async fn migrate(&self) -> Result<()> {
         let action = "create or upgrade jobq's tables";
         let mut connection = self.shared().await.map_err(Error::database(action))?;
+        check_encoding(&mut connection).await?;
         self.migrate_on(&mut connection).await.map_err(Error::database(action))?;
         connection.hand_back();
         Ok(())
@@ -23,33 +24,9 @@ impl PostgresStore {
             .bind(schema)
             .execute(&mut **connection)
             .await?;
-        // `if not exists` still needs the right to create, which a worker may not have.
-        if !sqlx::query_scalar::<_, bool>("select to_regnamespace($1) is not null")
-            .bind(schema)
-            .fetch_one(&mut **connection)
-            .await?
-        {
-            connection.execute(AssertSqlSafe(format!("create schema {schema}"))).await?;
-        }
         let found = self.version_on(connection).await?;
-        if found < needed(Dialect::Postgres) {
-            connection
-                .execute(self.sql(
-                    "create table if not exists jobq.migrations (
-                         version bigint primary key,
-                         name text not null,
-                         applied_at timestamptz not null default clock_timestamp()
-                     )",
-                ))
-                .await?;
-        }
         for step in all(Dialect::Postgres).iter().filter(|step| step.version > found) {
             connection.execute(AssertSqlSafe(step.sql(schema))).await?;
-            sqlx::query(self.sql("insert into jobq.migrations (version, name) values ($1, $2)"))
-                .bind(step.version)
-                .bind(step.name)
-                .execute(&mut **connection)
-                .await?;
         }
         connection.execute("commit").await?;
         Ok(())
@@ -76,8 +53,7 @@ impl PostgresStore {
             Err(error) if refuses_start_up_options(&error) => {
                 return Err(Error::Unsupported {
                     problem: "the server refuses start-up options, as PgBouncer does; the runtime \
-                              needs a direct connection to PostgreSQL for its few connections \
-                              (enqueueing through PgBouncer is fine)"
+                              needs a direct connection to PostgreSQL for its few connections"
                         .to_owned(),
                 });
             }
@@ -117,6 +93,7 @@ impl PostgresStore {
                     .to_owned(),
             });
         }
+        check_encoding(&mut connection).await?;
         let found = self.version_on(&mut connection).await.map_err(Error::database(action))?;
         if found < needed(Dialect::Postgres) {
             return Err(Error::Schema { found, needed: needed(Dialect::Postgres) });
@@ -136,6 +113,23 @@ impl PostgresStore {
             options.get_database().unwrap_or_default()
         )
     }
+}
+
+/// Fails for a database that cannot hold every text that a payload or an error may be.
+async fn check_encoding(connection: &mut Checkout) -> Result<()> {
+    let encoding: String = sqlx::query_scalar("select current_setting('server_encoding')")
+        .fetch_one(&mut **connection)
+        .await
+        .map_err(Error::database("check the server"))?;
+    if encoding == "UTF8" {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        problem: format!(
+            "its encoding is {encoding}, which cannot hold every text; use one made with \
+             `create database … encoding 'UTF8' template template0`"
+        ),
+    })
 }
 
 /// Whether a connection was refused because of our start-up options.

@@ -226,24 +226,28 @@ impl SqliteStore {
             let text = if filter.id.is_some() { REDRIVABLE_ONE } else { REDRIVABLE_ALL };
             let mut ids: Vec<i64> = sqlx::query_scalar(sql(&schema, text))
                 .bind(filter.id.map(|id| id.0))
-                .bind(filter.queue)
-                .bind(filter.kind)
+                .bind(filter.queue.as_ref())
+                .bind(filter.kind.as_ref())
                 .bind(filter.reason.map(DeathReason::as_str))
                 .bind(i64::from(limit))
                 .bind(after.0)
                 .fetch_all(&mut **locked)
                 .await?;
-            if let (Some(id), true) = (filter.id, ids.is_empty()) {
-                // One job by id may also be a cancelled one.
+            if let (Some(id), None, true) = (filter.id, filter.reason, ids.is_empty()) {
+                // One job by id may also be a cancelled one, which died for no reason.
                 ids = sqlx::query_scalar(sql(
                     &schema,
                     "select id
                      from jobq_finished as job
                      where id = ?1
                        and state = 'cancelled'
+                       and (?2 is null or queue = ?2)
+                       and (?3 is null or kind = ?3)
                        and (select 1 from jobq_jobs where id = job.id) is null",
                 ))
                 .bind(id.0)
+                .bind(filter.queue)
+                .bind(filter.kind)
                 .fetch_all(&mut **locked)
                 .await?;
             }

@@ -15,28 +15,8 @@ impl SqliteStore {
         let schema = self.schema.clone();
         self.write(async move |locked| {
             let found = version_on(locked, &schema).await?;
-            if found < needed(Dialect::Sqlite) {
-                locked
-                    .execute(sql(
-                        &schema,
-                        "create table if not exists jobq_migrations (
-                             version integer primary key,
-                             name text not null,
-                             applied_at integer not null default now_us()
-                         )",
-                    ))
-                    .await?;
-            }
             for step in all(Dialect::Sqlite).iter().filter(|step| step.version > found) {
                 locked.execute(AssertSqlSafe(step.sql(schema.as_str()))).await?;
-                sqlx::query(sql(
-                    &schema,
-                    "insert into jobq_migrations (version, name) values (?1, ?2)",
-                ))
-                .bind(step.version)
-                .bind(step.name)
-                .execute(&mut **locked)
-                .await?;
             }
             Ok(())
         })
