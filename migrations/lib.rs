@@ -37,7 +37,8 @@ pub struct Migration {
 }
 
 /// SQLite's clock in microseconds; it has milliseconds only.
-pub const SQLITE_NOW: &str = "(cast(round(unixepoch('subsec') * 1000) as integer) * 1000)";
+pub const SQLITE_NOW: &str =
+    "(cast(round((julianday('now') - 2440587.5) * 86400000) as integer) * 1000)";
 
 impl Migration {
     /// The whole step with `schema` as the name of the schema or prefix, to be run in one

@@ -176,7 +176,9 @@ async fn follow(
     let missing = missing(client, args).await?;
     if missing.is_empty() {
         if left == 0 {
-            progress.say("nothing to do: every photo has its copies or is a dead letter");
+            progress.say(
+                "nothing to do: there is no photo, or each has its copies or is a dead letter",
+            );
         }
         return Ok(());
     }
@@ -197,7 +199,8 @@ async fn missing(client: &Client, args: &Args) -> Result<Vec<Copy>, BoxError> {
         .filter_map(|letter| Some((Copy::of(&letter.payload)?, letter.died_at.to_system()?)))
         .rev() // Newest first: of several, the newest stays.
         .collect();
-    let mut copies = folder::copies(&args.folder, &args.out, &WIDTHS)?;
+    let mut copies = folder::copies(&args.folder, &args.out, &WIDTHS)
+        .map_err(|error| format!("{}: {error}", args.folder.display()))?;
     copies.retain(|copy| {
         // A file that changed after its job died may be mended.
         let given_up =

@@ -69,10 +69,14 @@ pub enum PayloadError {
 
 /// Why a stored payload could not be read.
 #[derive(Debug, thiserror::Error)]
-#[error("payload does not match the job's parameters at {path}: {source}")]
+#[error("payload does not match the job's parameters{}", place(.path))]
 pub struct DecodeError {
     path: String,
     source: serde_json::Error,
+}
+
+fn place(path: &str) -> String {
+    if path == "." { String::new() } else { format!(" at {path}") }
 }
 
 /// Writes a payload as JSON.

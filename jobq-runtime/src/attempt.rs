@@ -208,10 +208,9 @@ async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Ou
         () = &mut grace => Some(Outcome::Cancelled { reason: None }),
     };
     let (gone, ended) = match handler.end(control).await {
-        Gone::Yes => (true, ended),
         // It did not stop but finish.
         Gone::Returned(done @ Outcome::Completed { .. }) => (true, Some(done)),
-        Gone::Returned(_) => (true, ended),
+        Gone::Yes | Gone::Returned(_) => (true, ended),
         Gone::LeftBehind => (false, ended),
     };
     match (control.verdict(), ended) {

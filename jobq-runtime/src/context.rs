@@ -129,7 +129,8 @@ impl JobContext {
     }
 
     /// Completes when this attempt should stop: the job was cancelled, its lease lost, its time
-    /// is over, or the worker stops.
+    /// is over, or the worker stops. An async function whose lease is lost or whose time is over is
+    /// dropped at once, and sees this only in what it has spawned; a plain one sees all of them.
     ///
     /// # Cancel safety
     ///

@@ -41,7 +41,7 @@ impl fmt::Debug for Handler {
     }
 }
 
-/// One attempt, as handed to the code that `#[job]` makes.
+/// One attempt, as [`Inject`] sees it.
 pub struct Call {
     pub(crate) context: JobContext,
     pub(crate) payload: String,
@@ -69,6 +69,17 @@ impl Call {
 ///
 /// [`State`], [`JobContext`] and [`CancellationToken`] are recognised by name. For a type of
 /// your own, implement this and mark the parameter `#[inject]`.
+///
+/// ```
+/// # use jobq_runtime as jobq;
+/// struct Attempt(u32);
+///
+/// impl jobq::Inject for Attempt {
+///     fn inject(call: &jobq::Call) -> Self {
+///         Self(call.context().attempt())
+///     }
+/// }
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be injected into a job function",
     label = "not injectable",

@@ -219,7 +219,8 @@ impl NewJob {
         self
     }
 
-    /// Adds a tag to find the job by.
+    /// Adds a tag, a word for people: it is kept with the job in every table, and given to its
+    /// function.
     pub fn tag(mut self, tag: impl Into<String>) -> Self {
         self.tags.push(tag.into());
         self

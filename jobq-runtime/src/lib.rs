@@ -45,7 +45,7 @@ pub use context::{CompleteTarget, JobContext};
 pub use enqueue::{EnqueueTarget, Enqueued, enqueue_many};
 pub use error::{Error, Result, StartProblem};
 pub use handler::{
-    BoxError, Control, Inject, IntoOutcome, State, cancel, discard, retry_after, snooze,
+    BoxError, Call, Control, Inject, IntoOutcome, Need, State, cancel, discard, retry_after, snooze,
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
 #[cfg(feature = "runtime")]

@@ -13,7 +13,7 @@ struct Store {
 struct TraceId;
 
 impl Inject for TraceId {
-    fn inject(_: &jobq::__private::Call) -> Self {
+    fn inject(_: &jobq::Call) -> Self {
         Self
     }
 }

@@ -101,9 +101,9 @@ impl SqliteStore {
             Some(14) => Error::BadUrl {
                 url,
                 problem:
-                    "the file cannot be opened: its directory must exist and be writable, and \
-                          a file that is missing is made only with `mode=rwc` or \
-                          `create_if_missing(true)`"
+                    "the file cannot be opened: it must not be a directory, its directory must \
+                          exist and be writable, and for a pool of your own a missing file is made \
+                          only with `mode=rwc` or `create_if_missing(true)`"
                         .to_owned(),
             },
             // Not a database.
