@@ -247,7 +247,7 @@ fn is_plain(text: &str, also: &str) -> bool {
 
 impl Client {
     /// Connects to the database that is the queue: `sqlite:jobs.db` (the file is made if it is
-    /// missing) or `postgres://user:password@host/database`.
+    /// missing) or `postgres://user:password@host/database`, with special characters percent-encoded.
     ///
     /// # Errors
     ///

@@ -271,7 +271,7 @@ impl PostgresStore {
         .bind(i64::from(limit))
         .fetch_all(&mut *connection)
         .await?;
-        // One job by id may also be a cancelled one, which died for no reason.
+        // One job by id may also be a cancelled one; that has no reason of death.
         if let (Some(id), None, true) = (filter.id, filter.reason, ids.is_empty()) {
             ids = sqlx::query_scalar(self.sql(
                 "with gone as (

@@ -234,7 +234,7 @@ impl SqliteStore {
                 .fetch_all(&mut **locked)
                 .await?;
             if let (Some(id), None, true) = (filter.id, filter.reason, ids.is_empty()) {
-                // One job by id may also be a cancelled one, which died for no reason.
+                // One job by id may also be a cancelled one; that has no reason of death.
                 ids = sqlx::query_scalar(sql(
                     &schema,
                     "select id
