@@ -118,6 +118,7 @@ impl<'a> Writer<'a> {
                         options: #jobq::JobOptions::DEFAULT,
                         file: "",
                         line: 0,
+                        module: "",
                         needs: ::std::vec::Vec::new,
                         handler: #private::Handler::Blocking(|_| loop {}),
                     };
