@@ -126,6 +126,11 @@ pub(crate) async fn run(
             claimer.admit(waiting, stop).await;
             continue;
         }
+        // While a job runs alone in this process, others may run elsewhere.
+        tokio::select! {
+            pass = Pass::shared() => drop(pass),
+            () = stop.cancelled() => break,
+        }
         let looked = tokio::select! {
             looked = claimer.claim() => looked,
             () = async { stop.cancelled().await; sleep(LAST_CLAIM).await } => {

@@ -315,7 +315,9 @@ fn prove(notes: &mut Notes, horizon: Horizon) {
             let ended = horizon.oldest_running >= newest;
             let settled = horizon.now.since(Timestamp(time)) >= LATE_NUMBER;
             if ended && settled {
-                notes.proven = Some(time);
+                // What drew its number after the mark has read the clock this long before at most.
+                let proven = Timestamp(time).minus(LATE_NUMBER).0;
+                notes.proven = notes.proven.max(Some(proven));
                 notes.mark = Some((horizon.now.0, horizon.newest));
             }
         }

@@ -4,9 +4,9 @@
 
 mod bed;
 mod crash;
+mod inside;
 mod jobs;
 mod leases;
-mod one_shot;
 mod outage;
 mod server;
 mod stop;

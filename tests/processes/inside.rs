@@ -1,4 +1,4 @@
-//! Runtimes that end when nothing is due, and several of them in one process.
+//! Runtimes in the process of the test: those that end when nothing is due, and several at once.
 
 use jobq::Runtime;
 
@@ -9,6 +9,7 @@ on_every_database! {
     the_job_of_a_dead_worker_is_taken_back
     every_parked_job_is_run
     a_job_that_must_run_alone_waits_for_every_runtime_of_its_process
+    a_process_in_which_a_job_runs_alone_leaves_the_others_to_others
 }
 
 fn runtime(bed: &Bed) -> Runtime {
@@ -76,4 +77,23 @@ async fn a_job_that_must_run_alone_waits_for_every_runtime_of_its_process(bed: B
         let ended = runtime.await.expect("does not panic").expect("runs");
         assert_eq!(ended.completed, 1, "{ended:?}");
     }
+}
+
+async fn a_process_in_which_a_job_runs_alone_leaves_the_others_to_others(bed: Bed) {
+    late_effect::enqueue(&bed.client, "gate".to_owned()).await.expect("enqueued");
+    bed.db.execute("update jobq.jobs set crashes = 1").await.expect("marks");
+    let stop = tokio_util::sync::CancellationToken::new();
+    let stopped = stop.clone();
+    let alone = tokio::spawn(runtime(&bed).run_until(async move { stopped.cancelled().await }));
+    bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
+    jobq::enqueue_many(&bed.client, (0..5).map(quick::new)).await.expect("enqueued");
+    let other = bed.worker("other", &[]);
+    let by_other = "select count(*) from log where what = 'start' and worker = 'other'";
+    bed.until(by_other, |started| started == 5).await;
+    bed.open_gate("gate").await;
+    bed.until("select count(*) from effects", |effects| effects == 1).await;
+    stop.cancel();
+    let ended = alone.await.expect("does not panic").expect("runs");
+    assert_eq!(ended.completed, 1, "{ended:?}");
+    drop(other);
 }
