@@ -341,14 +341,13 @@ fn f4_a_blocked_runtime_does_not_keep_the_file_locked() {
             for _ in 0..rand::random_range(1..4) {
                 tokio::task::yield_now().await;
             }
-            std::thread::sleep(Duration::from_millis(20));
             let dir = &dir;
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     theirs.block_on(async {
-                        let impatient = options(dir).busy_timeout(Duration::from_millis(10));
+                        let patient = options(dir).busy_timeout(Duration::from_secs(10));
                         let mut foreign =
-                            SqliteConnection::connect_with(&impatient).await.expect("a file");
+                            SqliteConnection::connect_with(&patient).await.expect("a file");
                         foreign.execute("begin immediate").await.expect("nobody keeps the lock");
                     });
                 });
