@@ -251,7 +251,8 @@ impl Runtime {
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped, running jobs are dropped too and rescued when their lease expires.
+    /// If the future is dropped, running jobs are dropped too: given back if there is time, else
+    /// rescued when their lease expires.
     pub async fn run(self) -> Result<Ended> {
         let mut signals = Signals::new()?;
         let (stop, stop_now) = (CancellationToken::new(), CancellationToken::new());

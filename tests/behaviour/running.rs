@@ -238,7 +238,7 @@ async fn dropping_the_runtime_drops_its_jobs(bed: Bed) {
     }
     run.abort();
     assert!(run.await.expect_err("it was dropped").is_cancelled());
-    // Nobody extends its lease any more: another runtime takes the job over.
+    // It is given back if there is time, else its lease ends: another runtime takes the job over.
     let again = started.clone();
     let taken_over = async move {
         while again.load(Ordering::SeqCst) < 2 {
@@ -248,5 +248,7 @@ async fn dropping_the_runtime_drops_its_jobs(bed: Bed) {
     let runtime = bed.runtime(jobs![brief]).state(started.clone());
     let runtime = runtime.shutdown_timeout(Duration::ZERO);
     runtime.run_until(taken_over).await.expect("it runs");
-    assert_eq!(bed.job(id).await.attempts[0].reason, jobq::AttemptReason::Crashed);
+    let reason = bed.job(id).await.attempts[0].reason;
+    let expected = [jobq::AttemptReason::Crashed, jobq::AttemptReason::Interrupted];
+    assert!(expected.contains(&reason), "{reason}");
 }
