@@ -14,13 +14,16 @@
 //! ```
 //!
 //! The texts use jobq's default names: the schema `jobq` on PostgreSQL, the prefix `jobq_` on
-//! SQLite, where `now_us()` stands for the clock. [`Migration::sql`] puts in other names.
+//! MySQL, MariaDB and SQLite, where `now_us()` stands for the clock. [`Migration::sql`] puts in
+//! other names.
 
 /// A database that jobq has tables for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Dialect {
     /// PostgreSQL 15 or newer.
     Postgres,
+    /// MySQL 8.0.13 or newer, and MariaDB 10.6 or newer.
+    Mysql,
     /// SQLite 3.42 or newer.
     Sqlite,
 }
@@ -40,6 +43,14 @@ pub struct Migration {
 pub const SQLITE_NOW: &str =
     "(cast(round((julianday('now') - 2440587.5) * 86400000) as integer) * 1000)";
 
+/// The clock of MySQL and MariaDB in microseconds, whatever the time zone of server and session.
+pub const MYSQL_NOW: &str = "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)))";
+
+/// The same as of now and not of the statement's beginning: an insert may have waited for a lock on the
+/// table, or for what it selects from.
+pub const MYSQL_INSERT_NOW: &str = "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) \
+     + greatest(timestampdiff(microsecond, now(6), sysdate(6)), 0))";
+
 impl Migration {
     /// The whole step with `schema` as the name of the schema or prefix, to be run in one
     /// transaction: its tables, and the row of the migrations table that says so. The first step
@@ -48,6 +59,10 @@ impl Migration {
         match self.dialect {
             // The name may be a word of SQL.
             Dialect::Postgres => self.text.replace("jobq", &format!("\"{schema}\"")),
+            Dialect::Mysql => self
+                .text
+                .replace("(now_us())", MYSQL_INSERT_NOW)
+                .replace("jobq_", &format!("{schema}_")),
             Dialect::Sqlite => {
                 self.text.replace("(now_us())", SQLITE_NOW).replace("jobq_", &format!("{schema}_"))
             }
@@ -63,6 +78,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
             name: "jobs",
             dialect: Dialect::Postgres,
             text: include_str!("postgres/0001_jobs.sql"),
+        }],
+        Dialect::Mysql => &[Migration {
+            version: 1,
+            name: "jobs",
+            dialect: Dialect::Mysql,
+            text: include_str!("mysql/0001_jobs.sql"),
         }],
         Dialect::Sqlite => &[Migration {
             version: 1,
@@ -84,7 +105,7 @@ mod tests {
 
     #[test]
     fn versions_count_from_one_without_gaps() {
-        for dialect in [Dialect::Postgres, Dialect::Sqlite] {
+        for dialect in [Dialect::Postgres, Dialect::Mysql, Dialect::Sqlite] {
             let versions: Vec<i64> = all(dialect).iter().map(|step| step.version).collect();
             assert_eq!(versions, (1..=needed(dialect)).collect::<Vec<i64>>());
         }
@@ -92,9 +113,11 @@ mod tests {
 
     #[test]
     fn a_step_ends_with_the_note_that_it_was_applied() {
-        for (dialect, table) in
-            [(Dialect::Postgres, "\"jobq\".migrations"), (Dialect::Sqlite, "jobq_migrations")]
-        {
+        for (dialect, table) in [
+            (Dialect::Postgres, "\"jobq\".migrations"),
+            (Dialect::Mysql, "jobq_migrations"),
+            (Dialect::Sqlite, "jobq_migrations"),
+        ] {
             for step in all(dialect) {
                 let note = format!(
                     "insert into {table} (version, name) values ({}, '{}');\n",
@@ -107,7 +130,7 @@ mod tests {
 
     #[test]
     fn another_name_leaves_nothing_of_the_default() {
-        for dialect in [Dialect::Postgres, Dialect::Sqlite] {
+        for dialect in [Dialect::Postgres, Dialect::Mysql, Dialect::Sqlite] {
             for step in all(dialect) {
                 let sql = step.sql("billing");
                 assert!(!sql.contains("jobq"), "{sql}");

@@ -38,7 +38,7 @@ apt_install() {
         export DEBIAN_FRONTEND=noninteractive
         # Another apt may be at work, as in a machine that has just been started.
         apt-get -o DPkg::Lock::Timeout=300 update -qq &&
-            apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends "$@"
+            apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends --no-remove "$@"
     ) </dev/null >&2
 }
 
@@ -115,6 +115,133 @@ drop_download() {
     fetching=
 }
 
+# ---- Debian packages that are not installed
+
+# Unpacks the packages $3... of the Debian named $2, with everything that they need down to the libc,
+# into folder $1 of the cache, or fails and sets `missing`.
+unpack_debian() {
+    local name=$1 suite=$2
+    shift 2
+    missing="it is fetched from the archive of Debian, and this is something else"
+    is_debian || return
+    missing="it is fetched with apt-get and dpkg-deb, and they are not there"
+    command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
+    need_cache || return
+    rm -rf -- "${cache:?}/$name"
+    new_download || return
+    if ! debian_source "$suite"; then
+        missing="it is fetched from the archive of Debian, and apt is configured with none"
+        drop_download
+        return 1
+    fi
+    # Nothing of the host's is used, as if nothing were installed. Only scripts need perl.
+    cat >"$fetching/status" <<STATUS
+Package: perl
+Status: install ok installed
+Maintainer: none <none@localhost>
+Architecture: $(dpkg --print-architecture)
+Multi-Arch: allowed
+Version: 9999
+Description: stands in for perl
+
+STATUS
+    say "fetching $* of Debian $suite"
+    if ! download_packages "$@" >"$fetching/log" 2>&1; then
+        missing=$( (grep -m 1 -E '^(W: Failed|E: )' "$fetching/log" || cat "$fetching/log") | tail -n 1)
+        missing="$* of Debian $suite could not be fetched: ${missing:-it may be that $cache is full}"
+        drop_download
+        return 1
+    fi
+    keep_download "$fetching/root" "$name"
+}
+
+# Downloads packages and unpacks them into $fetching/root, with what they need and $fetching/status
+# does not have. apt gets a state of its own: without root it refuses to install, but not to
+# download.
+download_packages() {
+    local deb source own_apt=(
+        -o "Dir::State=$fetching" -o "Dir::State::lists=$fetching/lists"
+        -o "Dir::State::status=$fetching/status" -o "Dir::Cache=$fetching"
+        -o "Dir::Cache::archives=$fetching/archives" -o Acquire::Languages=none
+        -o Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false -o "APT::Sandbox::User=$(id -un)"
+    )
+    for source in "$fetching"/debian.{list,sources}; do
+        [ ! -s "$source" ] || own_apt+=(-o "Dir::Etc::SourceList=$source" -o Dir::Etc::SourceParts=-)
+    done
+    mkdir -p "$fetching"/{lists,archives}/partial "$fetching/root"
+    # In the foreground, so that Ctrl-C ends it.
+    timeout --foreground 600 apt-get "${own_apt[@]}" update -qq </dev/null >&2 || return
+    timeout --foreground 600 apt-get "${own_apt[@]}" install -y -qq --no-install-recommends --download-only "$@" \
+        </dev/null >&2 || return
+    for deb in "$fetching"/archives/*.deb; do
+        dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$fetching/root" --no-same-owner \
+            --exclude=./usr/share/{doc,locale,man} || return
+    done
+    chmod -R a+rX "$fetching/root"
+}
+
+# Whether this is Debian, and the release named $1 if that is given.
+is_debian() {
+    # shellcheck disable=SC1091
+    (. /etc/os-release && [ "${ID-}" = debian ] && [ "${1-${VERSION_CODENAME-}}" = "${VERSION_CODENAME-}" ]) 2>/dev/null
+}
+
+# shellcheck disable=SC1091
+debian_codename() { (. /etc/os-release && echo "${VERSION_CODENAME-}"); }
+
+# Writes $fetching/debian.list or .sources, a source of Debian $1: the one that apt has for this
+# Debian, with the same archive and options. Fails if there is none.
+debian_source() {
+    local suite=$1 ours list parts file
+    eval "$(apt-config shell list Dir::Etc::SourceList/f parts Dir::Etc::SourceParts/d)"
+    for ours in "$(debian_codename)" stable testing unstable sid; do
+        for file in "$list" "$parts"/*.list "$parts"/*.sources; do
+            [ -n "$ours" ] && [ -r "$file" ] || continue
+            if [[ $file == *.sources ]]; then
+                awk -v suite="$suite" -v ours="$ours" "$deb822_source" "$file" >"$fetching/debian.sources"
+            else
+                awk -v suite="$suite" -v ours="$ours" "$one_line_source" "$file" >"$fetching/debian.list"
+            fi
+            [ ! -s "$fetching/debian.sources" ] && [ ! -s "$fetching/debian.list" ] || return 0
+        done
+    done
+    return 1
+}
+
+# deb [OPTION=VALUE...] URI SUITE COMPONENT...
+one_line_source='
+    $1 == "deb" && !/cdrom:/ {
+        for (i = 3; i <= NF; i++) if ($i == ours) {
+            line = $1
+            for (j = 2; j < i; j++) line = line " " $j
+            print line, suite, "main"
+            exit
+        }
+    }'
+
+# Paragraphs of fields, whose values may go on in lines that begin with a space.
+deb822_source='
+    BEGIN { RS = ""; FS = "\n" }
+    {
+        kept = field = ""
+        values["types"] = values["suites"] = values["enabled"] = ""
+        for (i = 1; i <= NF; i++) {
+            if ($i ~ /^#/) continue
+            value = $i
+            if ($i !~ /^[ \t]/) {
+                field = tolower($i)
+                sub(/:.*/, "", field)
+                sub(/^[^:]*:/, "", value)
+            }
+            if (field in values) values[field] = values[field] " " value " "
+            else if (field != "components") kept = kept $i "\n"
+        }
+        gsub(/\t/, " ", values["suites"])
+        if (!index(values["suites"], " " ours " ") || values["types"] !~ / deb / || values["enabled"] ~ /no/) next
+        printf "Types: deb\nSuites: %s\nComponents: main\n%s", suite, kept
+        exit
+    }'
+
 # ---- PostgreSQL
 
 oldest_postgres=15
@@ -174,8 +301,7 @@ postgres_version() {
 }
 
 postgres_package() {
-    # shellcheck disable=SC1091
-    if (. /etc/os-release && [ "${ID-}-${VERSION_ID-}" = debian-12 ]) 2>/dev/null; then
+    if is_debian bookworm; then
         echo postgresql-15
     else
         echo postgresql
@@ -200,31 +326,21 @@ restore_cluster_config() {
         mv "$cluster_config.before-test" "$cluster_config"
 }
 
-# Unpacks the packages into the cache folder, with an apt state of our own: apt-get refuses to
-# install without root, but not to download.
+# Unpacks the packages into the cache folder.
 unpack_postgres() {
     command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
     need_cache || return
-    local name deb own_apt
+    local name
     name=$(postgres_package)-deb
     if ! is_postgres "$cache/$name/launchers"; then
         rm -rf -- "${cache:?}/$name"
         new_download || return
         say "unpacking $(postgres_package) into $cache"
-        mkdir -p "$fetching"/{lists,archives}/partial "$fetching/root"
         # With a copy of the host's status, apt fetches only the libraries that are not installed.
-        cp /var/lib/dpkg/status "$fetching/status"
-        own_apt=(
-            -o "Dir::State=$fetching" -o "Dir::State::lists=$fetching/lists"
-            -o "Dir::State::status=$fetching/status" -o "Dir::Cache=$fetching"
-            -o "Dir::Cache::archives=$fetching/archives" -o Acquire::Languages=none
-        )
-        if ! { apt-get "${own_apt[@]}" update -qq &&
-            apt-get "${own_apt[@]}" install -y -qq --no-install-recommends --download-only "$(postgres_package)"; } </dev/null >&2; then
+        if ! { cp /var/lib/dpkg/status "$fetching/status" && download_packages "$(postgres_package)"; }; then
             drop_download
             return 1
         fi
-        for deb in "$fetching"/archives/*.deb; do dpkg-deb -x "$deb" "$fetching/root"; done
         write_launchers "$fetching/root"
         keep_download "$fetching/root" "$name"
     fi

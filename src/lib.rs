@@ -1,5 +1,5 @@
 //! Background jobs you can trust, from one annotated function. The database you already have is
-//! the queue: PostgreSQL, or SQLite in a file when you have none.
+//! the queue: PostgreSQL, MySQL, MariaDB, or SQLite in a file when you have none.
 //!
 //! ```no_run
 //! use jobq::{Client, Runtime, State, job};
@@ -49,10 +49,11 @@
 //!
 //! | feature | what for | default |
 //! |---|---|---|
+//! | `mysql` | MySQL 8.0.13 and MariaDB 10.6, and newer | yes |
 //! | `sqlite` | SQLite in a file, built in | yes |
 //! | `postgres` | PostgreSQL 15 and newer | yes |
 //! | `runtime` | running jobs; leave it out where they are only enqueued | yes |
-//! | `tls` | TLS connections to PostgreSQL | no |
+//! | `tls` | TLS connections to PostgreSQL, MySQL and MariaDB | no |
 
 pub use jobq_core::job::{JobId, JobState, Lease, SessionId, Token, UnknownWord};
 pub use jobq_core::outcome::{AttemptReason, DeathReason};

@@ -3,10 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use jobq::{Client, DeadFilter, DeathReason, JobId, JobState, Lookup};
-use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection};
+use sqlx::{AssertSqlSafe, Connection, Executor, MySqlConnection, PgConnection};
+
+use common::example;
+
+mod common;
 
 const WIDTHS: [u32; 3] = [100, 200, 400];
 
@@ -18,29 +23,42 @@ const BROKEN: [(&str, &str); 4] = [
     ("truncated.jpg", "the file is damaged"),
 ];
 
-#[tokio::test]
-async fn on_sqlite_samples_are_resized_and_broken_files_are_dead_letters() {
-    resizes_samples(&Bed::sqlite()).await;
-}
+mod samples_are_resized_and_broken_files_are_dead_letters {
+    use super::{Bed, resizes_samples};
 
-#[tokio::test]
-async fn on_postgres_samples_are_resized_and_broken_files_are_dead_letters() {
-    if let Some(bed) = Bed::postgres("samples").await {
-        resizes_samples(&bed).await;
-        bed.drop_database().await;
+    #[tokio::test]
+    async fn on_sqlite() {
+        resizes_samples(&Bed::sqlite()).await;
+    }
+
+    #[tokio::test]
+    async fn on_postgres() {
+        Bed::on_server("JOBQ_TEST_POSTGRES_URL", async |bed| resizes_samples(bed).await).await;
+    }
+
+    #[tokio::test]
+    async fn on_mysql() {
+        Bed::on_server("JOBQ_TEST_MYSQL_URL", async |bed| resizes_samples(bed).await).await;
+    }
+
+    #[tokio::test]
+    async fn on_mariadb() {
+        Bed::on_server("JOBQ_TEST_MARIADB_URL", async |bed| resizes_samples(bed).await).await;
     }
 }
 
-#[tokio::test]
-async fn on_sqlite_a_killed_run_is_finished_by_the_next() {
-    survives_kill(&Bed::sqlite()).await;
-}
+/// It waits for a lease to end. tests/processes kills workers on every database.
+mod a_killed_run_is_finished_by_the_next {
+    use super::{Bed, survives_kill};
 
-#[tokio::test]
-async fn on_postgres_a_killed_run_is_finished_by_the_next() {
-    if let Some(bed) = Bed::postgres("kill").await {
-        survives_kill(&bed).await;
-        bed.drop_database().await;
+    #[tokio::test]
+    async fn on_sqlite() {
+        survives_kill(&Bed::sqlite()).await;
+    }
+
+    #[tokio::test]
+    async fn on_postgres() {
+        Bed::on_server("JOBQ_TEST_POSTGRES_URL", async |bed| survives_kill(bed).await).await;
     }
 }
 
@@ -146,40 +164,34 @@ async fn survives_kill(bed: &Bed) {
 struct Bed {
     folder: tempfile::TempDir,
     url: String,
-    /// The server's own database and this test's name on it.
-    on_server: Option<(String, String)>,
 }
 
 impl Bed {
     fn sqlite() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
-        Self { folder, url, on_server: None }
+        Self { folder, url }
     }
 
-    /// A database on the server of `JOBQ_TEST_POSTGRES_URL`, if there is one.
-    async fn postgres(name: &str) -> Option<Self> {
-        let Ok(admin) = std::env::var("JOBQ_TEST_POSTGRES_URL") else {
-            eprintln!("skipped: JOBQ_TEST_POSTGRES_URL is not set; scripts/test sets it");
-            return None;
+    /// Runs a case on a database of its own on the server of an environment variable, if it is set.
+    async fn on_server(variable: &str, case: impl AsyncFnOnce(&Self)) {
+        let Ok(admin) = std::env::var(variable) else {
+            eprintln!("skipped: {variable} is not set; scripts/test sets it");
+            return;
         };
-        let name = format!("jobq_images_{name}_{}", std::process::id());
-        let mut connection = PgConnection::connect(&admin).await.unwrap();
-        connection.execute(AssertSqlSafe(format!("create database {name}"))).await.unwrap();
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("jobq_images_{}_{number}", std::process::id());
+        execute(&admin, format!("create database {name}")).await;
         let (server, options) = match admin.split_once('?') {
             Some((server, options)) => (server, format!("?{options}")),
             None => (&*admin, String::new()),
         };
         let (host, _) = server.rsplit_once('/').expect("a URL that names a database");
         let url = format!("{host}/{name}{options}");
-        Some(Self { folder: tempfile::tempdir().unwrap(), url, on_server: Some((admin, name)) })
-    }
-
-    async fn drop_database(&self) {
-        let Some((admin, name)) = &self.on_server else { return };
-        let mut connection = PgConnection::connect(admin).await.unwrap();
-        let sql = format!("drop database {name} with (force)");
-        connection.execute(AssertSqlSafe(sql)).await.unwrap();
+        case(&Self { folder: tempfile::tempdir().unwrap(), url }).await;
+        let force = if admin.starts_with("postgres") { " with (force)" } else { "" };
+        execute(&admin, format!("drop database {name}{force}")).await;
     }
 
     async fn client(&self) -> Client {
@@ -203,7 +215,7 @@ impl Bed {
     }
 
     fn start(&self, args: &[&str]) -> Child {
-        let mut command = Command::new(example());
+        let mut command = Command::new(example("images"));
         command.args(["--database", &self.url, "--out"]).arg(self.out()).args(args);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
@@ -233,6 +245,16 @@ impl Bed {
     }
 }
 
+/// Runs a statement on a server.
+async fn execute(url: &str, sql: String) {
+    let sql = AssertSqlSafe(sql);
+    if url.starts_with("postgres") {
+        PgConnection::connect(url).await.unwrap().execute(sql).await.unwrap();
+    } else {
+        MySqlConnection::connect(url).await.unwrap().execute(sql).await.unwrap();
+    }
+}
+
 /// What a successful run wrote.
 fn succeeded(output: &Output) -> String {
     let [text, errors] =
@@ -252,23 +274,6 @@ fn sound_samples() -> Vec<String> {
     let sound =
         |name: &String| name != "README.md" && BROKEN.iter().all(|(broken, _)| name != broken);
     names.filter(sound).collect()
-}
-
-/// The example's program. Cargo builds it with the tests, unless it was told to build this one only.
-fn example() -> PathBuf {
-    let tests = std::env::current_exe().unwrap();
-    let profile = tests.ancestors().nth(2).expect("tests are in target/PROFILE/deps");
-    let example = profile.join("examples").join(format!("images{}", std::env::consts::EXE_SUFFIX));
-    if !example.exists() {
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--example", "images"]).current_dir(env!("CARGO_MANIFEST_DIR"));
-        build.env("CARGO_TARGET_DIR", profile.parent().expect("target/PROFILE"));
-        if !cfg!(debug_assertions) {
-            build.arg("--release");
-        }
-        assert!(build.status().unwrap().success(), "the example cannot be built");
-    }
-    example
 }
 
 #[cfg(unix)]

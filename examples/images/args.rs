@@ -8,7 +8,7 @@ Resizes every photo of a folder to three widths, each copy one job.
 usage: cargo run --example images -- [DIR] [OPTIONS]
 
   DIR              the folder with the photos; without it, the sample photos
-  --database URL   sqlite:FILE or postgres://USER:PASSWORD@HOST/DATABASE; by default the
+  --database URL   sqlite:FILE, or postgres:// or mysql://USER:PASSWORD@HOST/DATABASE; by default the
                    environment variable JOBQ_DATABASE_URL, or else target/images/jobs.db
   --out DIR        where the copies go; by default target/images/NAME-OF-THE-FOLDER
   --retry          make dead letters pending again, for instance when what failed is mended

@@ -166,9 +166,10 @@ async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<
 
 /// Runs the job function until it returns, panics, takes too long, is cancelled or loses its lease.
 async fn watch(def: &'static JobDef, call: Call, control: &Control) -> Option<Outcome> {
-    // Told before it began, for instance because its lease was lost on the way here.
+    // Told before it began, for instance because its lease was lost on the way here. Unless somebody
+    // else has the job by now it can be given back.
     if control.ended.is_cancelled() {
-        return (control.verdict() != LOST).then_some(Outcome::Interrupted);
+        return Some(Outcome::Interrupted);
     }
     let mut handler = match def.handler {
         Handler::Async(function) => Running::Async(guard(function, call)),
@@ -353,5 +354,41 @@ pub(crate) fn describe(transition: &Transition) -> &'static str {
         Transition::Requeue { record: None, .. } => "snoozed",
         Transition::Bury { .. } => "dead",
         Transition::Cancel { .. } => "cancelled",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Control, watch};
+    use crate::context::JobContext;
+    use crate::handler::{Call, Handler};
+    use crate::job::{JobDef, JobOptions};
+    use jobq_core::outcome::Outcome;
+    use std::sync::Arc;
+
+    static UNTOUCHED: JobDef = JobDef {
+        kind: "untouched",
+        aliases: &[],
+        options: JobOptions::DEFAULT,
+        file: file!(),
+        line: line!(),
+        module: module_path!(),
+        needs: Vec::new,
+        handler: Handler::Async(|_| unreachable!("it was told before it began")),
+    };
+
+    #[tokio::test]
+    async fn a_job_that_ends_before_it_began_is_given_back() {
+        for tell in [Control::lose, Control::interrupt] {
+            let control = Control::default();
+            tell(&control);
+            let call = Call {
+                context: JobContext::detached(),
+                payload: String::new(),
+                states: Arc::default(),
+            };
+            let outcome = watch(&UNTOUCHED, call, &control).await;
+            assert_eq!(outcome, Some(Outcome::Interrupted));
+        }
     }
 }

@@ -107,18 +107,7 @@ pub(crate) async fn run(
     stop: &CancellationToken,
     until: Until,
 ) {
-    let mut claimer = Claimer {
-        worker,
-        running,
-        waiting: VecDeque::new(),
-        idle_since: None,
-        poll: FIRST_POLL,
-        next_due: None,
-        backoff: Duration::ZERO,
-        reconcile_at: Vec::new(),
-        reconcile_anyway_at: Instant::now() + RECONCILE_EVERY.mul_f64(rand::random()),
-        restart_floors: false,
-    };
+    let mut claimer = Claimer::new(worker, running);
     // A claim in flight is waited for, so that what it brought is started or given back; only a
     // database that does not answer must not hold up a stop.
     while !stop.is_cancelled() {
@@ -180,7 +169,22 @@ enum Looked {
     NothingDue,
 }
 
-impl Claimer<'_> {
+impl<'w> Claimer<'w> {
+    fn new(worker: &'w Arc<Worker>, running: &'w TaskTracker) -> Self {
+        Self {
+            worker,
+            running,
+            waiting: VecDeque::new(),
+            idle_since: None,
+            poll: FIRST_POLL,
+            next_due: None,
+            backoff: Duration::ZERO,
+            reconcile_at: Vec::new(),
+            reconcile_anyway_at: Instant::now() + RECONCILE_EVERY.mul_f64(rand::random()),
+            restart_floors: false,
+        }
+    }
+
     /// One claim, for all free slots; starts what it brings.
     async fn claim(&mut self) -> Result<Looked> {
         let worker = self.worker;
@@ -432,6 +436,8 @@ impl Claimer<'_> {
     /// kind, and looks once more from the proven floors. True if something is there.
     async fn rest(&mut self) -> Result<bool> {
         let worker = self.worker;
+        // The rows that it has locked would be passed by here, and be due when we have ended.
+        let _sweeping = worker.sweeping.lock().await;
         let rescued = crate::sweep::rescue(&*worker.store, false).await?;
         if rescued + worker.unpark().await? > 0 {
             return Ok(true);
@@ -494,4 +500,73 @@ fn is_full(asked: &[QueueClaim], jobs: &[ClaimedJob]) -> bool {
     asked.iter().any(|queue| {
         jobs.iter().filter(|job| job.queue == queue.queue).count() >= queue.limit as usize
     })
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use jobq_core::outcome::Outcome;
+    use tokio::sync::Semaphore;
+
+    use super::*;
+    use crate::floors::Floors;
+    use crate::handler::Handler;
+    use crate::job::{CheckedDue, CheckedJob, JobDef, JobOptions};
+    use crate::registry::Registry;
+    use crate::worker::Queue;
+
+    static DEF: JobDef = JobDef {
+        kind: "k",
+        aliases: &[],
+        options: JobOptions::DEFAULT,
+        file: file!(),
+        line: line!(),
+        module: module_path!(),
+        needs: Vec::new,
+        handler: Handler::Blocking(|_| Outcome::Completed { result: None }),
+    };
+
+    /// What the sweep of the same process has locked, and not committed yet, cannot be seen.
+    #[tokio::test]
+    async fn nothing_is_due_only_when_the_sweep_is_done() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
+        let client = crate::Client::connect(&url).await.expect("a file");
+        client.migrate().await.expect("tables");
+        let (settler, _finished) = mpsc::channel(1);
+        let queue = Queue {
+            name: "default".to_owned(),
+            retention: None,
+            slots: Arc::new(Semaphore::new(1)),
+        };
+        let worker = Arc::new(Worker::new(
+            "w".to_owned(),
+            client.store(),
+            Registry::new(vec![&DEF], &mut Vec::new()),
+            Arc::default(),
+            vec![queue],
+            Floors::new(Vec::new(), Instant::now()),
+            settler,
+        ));
+        worker.open_sessions().await.expect("opens");
+        let running = TaskTracker::new();
+        let mut claimer = Claimer::new(&worker, &running);
+        assert!(!claimer.rest().await.expect("looks"), "nothing is due");
+        let sweeping = worker.sweeping.lock().await;
+        let mut rest = std::pin::pin!(claimer.rest());
+        assert!(timeout(Duration::from_millis(200), &mut rest).await.is_err(), "it waits");
+        let moved = CheckedJob {
+            kind: "k".into(),
+            queue: "default".into(),
+            payload: "{}".to_owned(),
+            due: CheckedDue::After(Duration::ZERO),
+            priority: 0,
+            max_attempts: 3,
+            max_crashes: 3,
+            tags: Vec::new(),
+            metadata: None,
+        };
+        worker.store.insert(vec![moved]).await.expect("the sweep commits");
+        drop(sweeping);
+        assert!(rest.await.expect("looks"), "a job is due");
+    }
 }

@@ -50,7 +50,7 @@ impl ClientOptions {
     }
 
     /// Keeps the tables under another name, so that two applications can share a database: a
-    /// PostgreSQL schema, or a prefix on SQLite. [`Schema::new`] says which names will do. Default:
+    /// PostgreSQL schema, or a prefix on the others. [`Schema::new`] says which names will do. Default:
     /// `jobq`.
     #[must_use]
     pub fn schema(mut self, name: &str) -> Self {
@@ -86,6 +86,15 @@ impl ClientOptions {
             "postgres" | "postgresql" => {
                 bad("this program was built without jobq's feature `postgres`; turn it on")
             }
+            #[cfg(feature = "mysql")]
+            "mysql" | "mariadb" => {
+                let store = connect_mysql(url, schema).await?;
+                Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
+            }
+            #[cfg(not(feature = "mysql"))]
+            "mysql" | "mariadb" => {
+                bad("this program was built without jobq's feature `mysql`; turn it on")
+            }
             #[cfg(feature = "sqlite")]
             "sqlite" => {
                 let store = connect_sqlite(url, schema).await?;
@@ -93,8 +102,10 @@ impl ClientOptions {
             }
             #[cfg(not(feature = "sqlite"))]
             "sqlite" => bad("this program was built without jobq's feature `sqlite`; turn it on"),
-            _ => bad("it must begin with `postgres://` or `sqlite:`, as in \
-                 \"postgres://user:password@host/database\" or \"sqlite:jobs.db\""),
+            _ => bad(
+                "it must begin with `postgres://`, `mysql://`, `mariadb://` or `sqlite:`, as in \
+                 \"postgres://user:password@host/database\" or \"sqlite:jobs.db\"",
+            ),
         }
     }
 
@@ -109,6 +120,20 @@ impl ClientOptions {
     #[cfg(feature = "postgres")]
     pub fn postgres(self, pool: sqlx::PgPool) -> Result<Client> {
         let store = crate::store::postgres::PostgresStore::new(pool, self.checked_schema()?);
+        Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
+    }
+
+    /// Uses a MySQL or MariaDB pool that the application has already.
+    ///
+    /// The runtime opens a few connections of its own with the same options: heartbeats must not
+    /// wait for the pool.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadOption`] for a schema name that cannot be used.
+    #[cfg(feature = "mysql")]
+    pub fn mysql(self, pool: sqlx::MySqlPool) -> Result<Client> {
+        let store = crate::store::mysql::MysqlStore::new(pool, self.checked_schema()?);
         Ok(Client { store: Arc::new(store), payload_limit: self.payload_limit })
     }
 
@@ -168,6 +193,36 @@ async fn connect_postgres(
     drop(first.close().await);
     let pool = PgPoolOptions::new().acquire_timeout(patience).connect_lazy_with(options);
     Ok(crate::store::postgres::PostgresStore::new(pool, schema))
+}
+
+#[cfg(feature = "mysql")]
+async fn connect_mysql(url: &str, schema: Schema) -> Result<crate::store::mysql::MysqlStore> {
+    use std::str::FromStr;
+    use std::time::Duration;
+
+    use sqlx::Connection;
+    use sqlx::mysql::{MySqlConnectOptions, MySqlConnection, MySqlPoolOptions};
+
+    let bad = |problem: &str| Error::BadUrl {
+        url: without_password(url),
+        problem: format!("{problem}; write \"mysql://user:password@host/database\""),
+    };
+    let options = MySqlConnectOptions::from_str(url).map_err(|error| bad(&error.to_string()))?;
+    if options.get_database().is_none() {
+        return Err(bad("it names no database"));
+    }
+    // A pool keeps trying to reach a server that refuses; the first connection tells at once.
+    let patience = Duration::from_secs(10);
+    let connect = MySqlConnection::connect_with(&options);
+    let first = match tokio::time::timeout(patience, connect).await {
+        Ok(first) => first,
+        Err(_) => Err(sqlx::Error::PoolTimedOut),
+    };
+    let first = first.map_err(|source| Error::Connect { url: without_password(url), source })?;
+    // The connection has served its purpose; whether it closes cleanly does not matter.
+    drop(first.close().await);
+    let pool = MySqlPoolOptions::new().acquire_timeout(patience).connect_lazy_with(options);
+    Ok(crate::store::mysql::MysqlStore::new(pool, schema))
 }
 
 #[cfg(feature = "sqlite")]
@@ -247,7 +302,8 @@ fn is_plain(text: &str, also: &str) -> bool {
 
 impl Client {
     /// Connects to the database that is the queue: `sqlite:jobs.db` (the file is made if it is
-    /// missing) or `postgres://user:password@host/database`, with special characters percent-encoded.
+    /// missing), or `postgres://`, `mysql://` or `mariadb://` with `user:password@host/database`, special
+    /// characters percent-encoded.
     ///
     /// # Errors
     ///

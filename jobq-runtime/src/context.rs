@@ -191,11 +191,11 @@ impl JobContext {
 }
 
 /// A transaction in which a job can be completed: `&mut Transaction`, `&mut PoolConnection` or
-/// `&mut Connection` of PostgreSQL and SQLite.
+/// `&mut Connection` of PostgreSQL, MySQL, MariaDB and SQLite.
 #[diagnostic::on_unimplemented(
     message = "a job cannot be completed in `{Self}`",
     note = "pass your open transaction: `ctx.complete_in(&mut tx)`; its database's feature of \
-            jobq (`postgres`, `sqlite`) must be on"
+            jobq (`postgres`, `mysql`, `sqlite`) must be on"
 )]
 pub trait CompleteTarget: crate::enqueue::sealed::Sealed + Send {
     /// Writes the completion; false when the lease was lost.

@@ -15,7 +15,7 @@ pub struct Enqueued {
     pub id: JobId,
 }
 
-/// Where jobs can be enqueued: a `&Client`, a `&PgPool` or `&SqlitePool`, or `&mut` a
+/// Where jobs can be enqueued: a `&Client`, a `&PgPool`, `&MySqlPool` or `&SqlitePool`, or `&mut` a
 /// connection, pool connection or **transaction** of these databases.
 ///
 /// A pool, connection or transaction writes to jobq's tables under their default name;
@@ -24,7 +24,7 @@ pub struct Enqueued {
     message = "jobs cannot be enqueued through `{Self}`",
     label = "not a client, pool, connection or transaction",
     note = "pass `&client`, `&pool`, or your own open transaction as `&mut tx`; its database's \
-            feature of jobq (`postgres`, `sqlite`) must be on"
+            feature of jobq (`postgres`, `mysql`, `sqlite`) must be on"
 )]
 pub trait EnqueueTarget: sealed::Sealed + Send + Sized {
     /// Where the tables are, and how large a job's payload may be, metadata and tags included.
@@ -70,7 +70,8 @@ pub(crate) mod sealed {
 ///
 /// # Cancel safety
 ///
-/// If the future is dropped, the jobs are written all or none.
+/// If the future is dropped, the jobs are written all or none. Only on MySQL and MariaDB, in a
+/// transaction of yours, more than 500 of them may be written in part: roll it back.
 pub async fn enqueue_many(
     target: impl EnqueueTarget,
     jobs: impl IntoIterator<Item = NewJob>,

@@ -232,6 +232,7 @@ fn missing_tables(error: &sqlx::Error) -> Option<jobq_migrations::Dialect> {
     let sqlx::Error::Database(error) = error else { return None };
     match &*error.code()? {
         "42P01" | "3F000" => Some(jobq_migrations::Dialect::Postgres),
+        "42S02" => Some(jobq_migrations::Dialect::Mysql),
         "1" if error.message().contains("no such table") => Some(jobq_migrations::Dialect::Sqlite),
         _ => None,
     }
@@ -242,6 +243,9 @@ pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Database(error) => {
             let code = error.code().unwrap_or_default();
+            if let Some(number) = mysql_number(&**error) {
+                return is_transient_on_mysql(number);
+            }
             // PostgreSQL's codes have five characters, SQLite's are numbers of at most four digits.
             if code.len() == 5 {
                 // Connection exceptions, serialization, deadlock, resources, shutdown, lock not
@@ -259,6 +263,27 @@ pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     }
 }
 
+/// The number of an error of MySQL or MariaDB.
+#[cfg(feature = "mysql")]
+fn mysql_number(error: &dyn sqlx::error::DatabaseError) -> Option<u16> {
+    Some(error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>()?.number())
+}
+
+#[cfg(not(feature = "mysql"))]
+fn mysql_number(_: &dyn sqlx::error::DatabaseError) -> Option<u16> {
+    None
+}
+
+/// Deadlock, lock wait, changed since the snapshot, statement interrupted or too slow; resources
+/// and connections used up; shutdown, a connection cut, read-only (a failover is under way); what a
+/// store's own check answers that found a write to have been killed.
+fn is_transient_on_mysql(number: u16) -> bool {
+    matches!(number, 1213 | 1205 | 1020 | 1317 | 1969 | 3024)
+        || matches!(number, 1021 | 1037 | 1040 | 1041 | 1114 | 1203 | 1226)
+        || number == 1242
+        || matches!(number, 1053 | 1077 | 1290 | 1792 | 1836 | 1927 | 4031)
+}
+
 /// Whether a driver error means that the connection is gone and the fate of the last statement
 /// unknown.
 pub(crate) fn is_connection_loss(error: &sqlx::Error) -> bool {
@@ -270,6 +295,10 @@ pub(crate) fn is_connection_loss(error: &sqlx::Error) -> bool {
         | sqlx::Error::PoolClosed
         | sqlx::Error::WorkerCrashed => true,
         sqlx::Error::Database(error) => {
+            // Shutdown, killed, too long idle.
+            if mysql_number(&**error).is_some_and(|number| [1053, 1927, 4031].contains(&number)) {
+                return true;
+            }
             let code = error.code().unwrap_or_default();
             code.starts_with("08") || ["57P01", "57P02", "57P03"].contains(&&*code)
         }

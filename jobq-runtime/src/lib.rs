@@ -6,7 +6,10 @@
 
 // What only the runtime or only a database uses is not worth a switch of its own.
 #![cfg_attr(
-    not(all(feature = "runtime", any(feature = "postgres", feature = "sqlite"))),
+    not(all(
+        feature = "runtime",
+        any(feature = "postgres", feature = "mysql", feature = "sqlite")
+    )),
     allow(dead_code, unused_variables, unused_imports)
 )]
 

@@ -19,8 +19,8 @@ use tokio::time::sleep;
 
 use crate::error::Result;
 use crate::store::{
-    DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, QueueFloor, Settlement, Shift, Store,
-    UnleasedJob,
+    DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, QueueFloor, Settled, Settlement,
+    Shift, Store, UnleasedJob,
 };
 use crate::worker::Worker;
 
@@ -131,6 +131,7 @@ impl Sweep<'_> {
         if Instant::now() < self.careful_until {
             return Ok(());
         }
+        let _sweeping = self.worker.sweeping.lock().await;
         let rescued = rescue(store, false).await?;
         self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
         if Instant::now() >= self.search_at {
@@ -211,8 +212,8 @@ pub(crate) async fn rescue(store: &dyn Store, orphans: bool) -> Result<u64> {
             break;
         }
         let settlements: Vec<Settlement> = abandoned.iter().map(rescuing).collect();
-        let settled = store.settle(&settlements).await?;
-        let written = settled.iter().filter(|settled| **settled == crate::store::Settled::Written);
+        let settled = settle_each(store, &settlements).await?;
+        let written = settled.iter().filter(|settled| **settled == Settled::Written);
         let written = written.count() as u64;
         rescued += written;
         if written == 0 {
@@ -230,6 +231,30 @@ pub(crate) async fn rescue(store: &dyn Store, orphans: bool) -> Result<u64> {
         store.forget_sessions(&closed).await?;
     }
     Ok(rescued)
+}
+
+/// Settles jobs, of which one that the database refuses must not hold up the others.
+async fn settle_each(store: &dyn Store, settlements: &[Settlement]) -> Result<Vec<Settled>> {
+    match store.settle(settlements).await {
+        Err(error) if !error.is_transient() => (),
+        settled => return settled,
+    }
+    let mut each = Vec::with_capacity(settlements.len());
+    for settlement in settlements {
+        match store.settle(std::slice::from_ref(settlement)).await {
+            Ok(settled) => each.extend(settled),
+            Err(error) if error.is_transient() => return Err(error),
+            Err(error) => {
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    id = settlement.lease.job.0,
+                    "the rescue of a job is refused by the database"
+                );
+                each.push(Settled::Busy);
+            }
+        }
+    }
+    Ok(each)
 }
 
 fn rescuing(job: &HeldJob) -> Settlement {

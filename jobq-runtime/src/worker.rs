@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
@@ -34,6 +34,8 @@ pub(crate) struct Worker {
     pub(crate) stats: Stats,
     /// Told when a slot becomes free.
     pub(crate) freed: Notify,
+    /// Held by the sweep while it moves jobs: what it has in hand is due in a moment.
+    pub(crate) sweeping: tokio::sync::Mutex<()>,
     running: Mutex<HashMap<(JobId, Token), Run>>,
     settler: mpsc::Sender<Finished>,
 }
@@ -81,7 +83,9 @@ impl Pass {
 /// A job that this process holds, and its place among those that may run at once. However the
 /// attempt ends, the job is forgotten and the place is free again with the end of this.
 pub(crate) struct Slot {
-    worker: Arc<Worker>,
+    /// Does not keep it alive: an outcome that is sent while the settler goes away may stay in the
+    /// channel for as long as the worker, which sends, is there.
+    worker: Weak<Worker>,
     lease: Lease,
     permit: Option<OwnedSemaphorePermit>,
     pass: Option<Pass>,
@@ -99,19 +103,20 @@ impl Slot {
         for slot in &mut slots {
             slot.end(false);
         }
-        if let Some(slot) = slots.first() {
-            slot.worker.freed.notify_one();
+        if let Some(worker) = slots.first().and_then(|slot| slot.worker.upgrade()) {
+            worker.freed.notify_one();
         }
     }
 
     fn end(&mut self, abandoned: bool) {
         let Some(permit) = self.permit.take() else { return };
-        let mut running = locked(&self.worker.running);
-        running.remove(&(self.lease.job, self.lease.token));
-        if abandoned {
-            self.worker.stats.abandoned.fetch_add(1, Ordering::Relaxed);
+        if let Some(worker) = self.worker.upgrade() {
+            let mut running = locked(&worker.running);
+            running.remove(&(self.lease.job, self.lease.token));
+            if abandoned {
+                worker.stats.abandoned.fetch_add(1, Ordering::Relaxed);
+            }
         }
-        drop(running);
         self.pass = None;
         drop(permit);
     }
@@ -122,7 +127,9 @@ impl Drop for Slot {
     fn drop(&mut self) {
         if self.permit.is_some() {
             self.end(true);
-            self.worker.freed.notify_one();
+            if let Some(worker) = self.worker.upgrade() {
+                worker.freed.notify_one();
+            }
         }
     }
 }
@@ -149,6 +156,7 @@ impl Worker {
             sessions,
             stats: Stats::default(),
             freed: Notify::new(),
+            sweeping: tokio::sync::Mutex::default(),
             running: Mutex::new(HashMap::new()),
             settler,
         }
@@ -174,7 +182,7 @@ impl Worker {
         if !self.sessions.is_open(lease.session) {
             control.lose();
         }
-        let slot = Slot { worker: Arc::clone(self), lease, permit: Some(permit), pass: None };
+        let slot = Slot { worker: Arc::downgrade(self), lease, permit: Some(permit), pass: None };
         (slot, control)
     }
 
@@ -394,4 +402,47 @@ impl Stats {
 /// Locks a mutex whose data stays right even if a holder panicked: no change here has a middle.
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    use jobq_core::lifecycle::{self, Counters};
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::store::Settlement;
+
+    /// As when a runtime is dropped on one thread while a job function ends on another.
+    #[tokio::test]
+    async fn an_outcome_that_nobody_receives_any_more_holds_nothing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
+        let client = crate::Client::connect(&url).await.expect("a file");
+        let (settler, finished) = mpsc::channel(1);
+        let worker = Arc::new(Worker::new(
+            "w".to_owned(),
+            client.store(),
+            Registry::default(),
+            Arc::default(),
+            Vec::new(),
+            Floors::new(Vec::new(), Instant::now()),
+            settler,
+        ));
+        let slots = Arc::new(Semaphore::new(1));
+        let permit = Arc::clone(&slots).try_acquire_owned().expect("it is free");
+        let lease = Lease { job: JobId(1), token: Token(1), session: SessionId(1) };
+        let (mut slot, control) = worker.hold(lease, permit);
+        slot.admit(Pass::shared().await);
+        let transition = lifecycle::release(Counters::default());
+        let settlement =
+            Settlement { lease, transition, retention: DEFAULT_RETENTION, doubtful: false };
+        let span = Span::none();
+        let sent = worker.settler.clone().reserve_owned().await.expect("the settler is there");
+        drop(finished);
+        sent.send(Finished { settlement, control, slot, span, refused: false });
+        drop(worker);
+        let alone = timeout(Duration::from_secs(30), Pass::alone()).await;
+        assert!(alone.is_ok(), "other jobs of the process may run alone");
+        assert_eq!(slots.available_permits(), 1);
+    }
 }

@@ -3,11 +3,14 @@
 use std::time::{Duration, Instant};
 
 use jobq::{Client, ClientOptions, Ended, JobDef, JobId, JobInfo, Lookup, Runtime};
+use sqlx::{AssertSqlSafe, Connection, Executor};
 
 pub(crate) struct Bed {
     pub(crate) client: Client,
-    /// Where the tables are to be dropped at the end.
-    postgres: Option<(String, String)>,
+    /// Where its database is.
+    pub(crate) url: String,
+    /// A server, and the statement that leaves nothing behind there.
+    leftover: Option<(String, String)>,
     _folder: tempfile::TempDir,
 }
 
@@ -15,22 +18,51 @@ impl Bed {
     pub(crate) async fn sqlite() -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
-        let client = Client::connect(&url).await.expect("the file can be opened");
-        client.migrate().await.expect("the tables can be made");
-        Self { client, postgres: None, _folder: folder }
+        Self::new(ClientOptions::new(), url, None, folder).await
     }
 
+    /// A schema of its own.
     pub(crate) async fn postgres() -> Self {
-        let url = std::env::var("JOBQ_TEST_POSTGRES_URL").expect(
-            "these tests need a PostgreSQL server: run `scripts/test`, which starts one, or set \
-             JOBQ_TEST_POSTGRES_URL",
-        );
+        let url = server("PostgreSQL", "JOBQ_TEST_POSTGRES_URL");
         let schema = format!("b{}_{}", std::process::id(), unique());
         let options = ClientOptions::new().schema(&schema);
-        let client = options.connect(&url).await.expect("the server can be reached");
-        client.migrate().await.expect("the tables can be made");
+        let leftover = (url.clone(), format!("drop schema if exists {schema} cascade"));
         let folder = tempfile::tempdir().expect("a temporary folder");
-        Self { client, postgres: Some((url, schema)), _folder: folder }
+        Self::new(options, url, Some(leftover), folder).await
+    }
+
+    pub(crate) async fn mysql() -> Self {
+        Self::mysql_at(server("MySQL", "JOBQ_TEST_MYSQL_URL")).await
+    }
+
+    pub(crate) async fn mariadb() -> Self {
+        Self::mysql_at(server("MariaDB", "JOBQ_TEST_MARIADB_URL")).await
+    }
+
+    /// A database of its own.
+    async fn mysql_at(server: String) -> Self {
+        let name = format!("jobq_b{}_{}", std::process::id(), unique());
+        let mut admin =
+            sqlx::MySqlConnection::connect(&server).await.expect("the server can be reached");
+        let create = AssertSqlSafe(format!("create database {name}"));
+        admin.execute(create).await.expect("tests may create databases");
+        let (address, _) = server.rsplit_once('/').expect("the URL names a database");
+        let url = format!("{address}/{name}");
+        let leftover = (server, format!("drop database if exists {name}"));
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::new(ClientOptions::new(), url, Some(leftover), folder).await
+    }
+
+    async fn new(
+        options: ClientOptions,
+        url: String,
+        leftover: Option<(String, String)>,
+        folder: tempfile::TempDir,
+    ) -> Self {
+        let client = options.connect(&url).await.expect("the database can be reached");
+        let bed = Self { client, url, leftover, _folder: folder };
+        bed.client.migrate().await.expect("the tables can be made");
+        bed
     }
 
     /// A runtime that knows these jobs only.
@@ -72,21 +104,35 @@ impl Bed {
 
 impl Drop for Bed {
     fn drop(&mut self) {
-        let Some((url, schema)) = self.postgres.take() else { return };
+        let Some((server, statement)) = self.leftover.take() else { return };
         let cleaned = std::thread::spawn(move || {
-            use sqlx::{AssertSqlSafe, Connection, Executor};
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let Ok(runtime) = runtime else { return };
             runtime.block_on(async {
-                if let Ok(mut admin) = sqlx::PgConnection::connect(&url).await {
-                    let drop = format!("drop schema if exists {schema} cascade");
-                    let _ = admin.execute("set lock_timeout = '5s'").await;
-                    let _ = admin.execute(AssertSqlSafe(drop)).await;
+                let statement = AssertSqlSafe(statement);
+                if server.starts_with("postgres") {
+                    if let Ok(mut admin) = sqlx::PgConnection::connect(&server).await {
+                        let _ = admin.execute("set lock_timeout = '5s'").await;
+                        let _ = admin.execute(statement).await;
+                    }
+                } else if let Ok(mut admin) = sqlx::MySqlConnection::connect(&server).await {
+                    let _ = admin.execute("set lock_wait_timeout = 5").await;
+                    let _ = admin.execute(statement).await;
                 }
             });
         });
         let _ = cleaned.join();
     }
+}
+
+/// The URL of a server that scripts/test has started.
+fn server(name: &str, variable: &str) -> String {
+    std::env::var(variable).unwrap_or_else(|_| {
+        panic!(
+            "these tests need a {name} server: run `scripts/test`, which starts one, or set \
+             {variable}"
+        )
+    })
 }
 
 /// A number that no other test of this process was given.
@@ -95,21 +141,25 @@ pub(crate) fn unique() -> u64 {
     NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 
-/// Makes a test of a case for SQLite and one for PostgreSQL.
+/// Makes a test of each case for every database.
 macro_rules! on_every_database {
     ($($case:ident)+) => {
-        mod sqlite {
+        $crate::bed::on_database! { sqlite: $($case)+ }
+        $crate::bed::on_database! { postgres: $($case)+ }
+        $crate::bed::on_database! { mysql: $($case)+ }
+        $crate::bed::on_database! { mariadb: $($case)+ }
+    };
+}
+pub(crate) use on_every_database;
+
+macro_rules! on_database {
+    ($database:ident: $($case:ident)+) => {
+        mod $database {
             $(
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $case() { super::$case($crate::bed::Bed::sqlite().await).await }
-            )+
-        }
-        mod postgres {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $case() { super::$case($crate::bed::Bed::postgres().await).await }
+                async fn $case() { super::$case($crate::bed::Bed::$database().await).await }
             )+
         }
     };
 }
-pub(crate) use on_every_database;
+pub(crate) use on_database;

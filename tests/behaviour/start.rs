@@ -65,26 +65,18 @@ async fn s5_a_runtime_without_jobs_says_how_to_link_them(bed: Bed) {
 }
 
 async fn s5_missing_tables_name_the_cure(bed: Bed) {
-    let url = match std::env::var("JOBQ_TEST_POSTGRES_URL") {
-        Ok(url) if format!("{:?}", bed.client).contains("PostgreSQL") => url,
-        _ => format!(
-            "sqlite:{}",
-            std::env::temp_dir().join(format!("jobq-{}-empty.db", std::process::id())).display()
-        ),
-    };
-    let client = ClientOptions::new().schema("never_made").connect(&url).await.expect("reachable");
+    let client =
+        ClientOptions::new().schema("never_made").connect(&bed.url).await.expect("reachable");
     let runtime = Runtime::new(client).only_listed_jobs().jobs(jobs![absent]);
     let error = runtime.run_until_idle().await.expect_err("there are no tables");
     assert!(matches!(error, Error::Schema { found: 0, .. }), "{error}");
     assert!(error.to_string().contains("client.migrate()"), "{error}");
-    let client = ClientOptions::new().schema("never_made").connect(&url).await.expect("reachable");
+    let client =
+        ClientOptions::new().schema("never_made").connect(&bed.url).await.expect("reachable");
     let error = new().enqueue(&client).await.expect_err("there are no tables");
     assert!(matches!(error, Error::Schema { found: 0, .. }), "{error}");
     // What a `main` that returns it prints.
     assert!(format!("{error:?}").contains("client.migrate()"), "{error:?}");
-    if let Some(file) = url.strip_prefix("sqlite:") {
-        std::fs::remove_file(file).expect("the file was made");
-    }
 }
 
 #[job(register = false)]
@@ -141,24 +133,30 @@ async fn a_schema_name_that_is_no_name_is_refused(_bed: Bed) {
 
 #[tokio::test]
 async fn urls_that_name_no_database_are_refused_with_an_example() {
-    for url in ["", "jobs.db", "redis://host", "mysql://host/db", "postgres//host", "http://x"] {
+    let nowhere = ["", "jobs.db", "redis://host", "postgres//host", "mysql//host", "http://x"];
+    for url in nowhere.into_iter().chain(["mysql://host", "mariadb://host/"]) {
         let error = Client::connect(url).await.expect_err(url);
         assert!(matches!(error, Error::BadUrl { .. }), "{url}: {error}");
-        assert!(error.to_string().contains("postgres://"), "{error}");
+        assert!(error.to_string().contains("://user:password@host/database"), "{error}");
     }
-    let error =
-        Client::connect("postgres://user:geheim@host:notaport/x").await.expect_err("no port");
-    assert!(!error.to_string().contains("geheim"), "{error}");
+    for scheme in ["postgres", "mysql", "mariadb"] {
+        let url = format!("{scheme}://user:geheim@host:notaport/x");
+        let error = Client::connect(&url).await.expect_err("no port");
+        assert!(matches!(error, Error::BadUrl { .. }), "{error}");
+        assert!(!format!("{error} {error:?}").contains("geheim"), "{error:?}");
+    }
 }
 
 #[tokio::test]
 async fn a_server_that_is_not_there_is_named_without_its_password() {
-    let error =
-        Client::connect("postgres://me:geheim@127.0.0.1:1/db").await.expect_err("closed port");
-    assert!(matches!(error, Error::Connect { .. }), "{error}");
-    let text = format!("{error} {error:?}");
-    assert!(text.contains("127.0.0.1:1/db") && !text.contains("geheim"), "{text}");
-    assert!(error.is_transient(), "a server may come back");
+    for scheme in ["postgres", "mysql", "mariadb"] {
+        let url = format!("{scheme}://me:geheim@127.0.0.1:1/db");
+        let error = Client::connect(&url).await.expect_err("closed port");
+        assert!(matches!(error, Error::Connect { .. }), "{error}");
+        let text = format!("{error} {error:?}");
+        assert!(text.contains("127.0.0.1:1/db") && !text.contains("geheim"), "{text}");
+        assert!(error.is_transient(), "a server may come back");
+    }
 }
 
 #[tokio::test]

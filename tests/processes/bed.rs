@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use jobq::{Client, JobContext};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions};
-use sqlx::{AssertSqlSafe, Connection, Executor, PgPool, SqlitePool};
+use sqlx::{AssertSqlSafe, Connection, Executor, MySqlPool, PgPool, SqlitePool};
 
 /// A database of its own for one test.
 pub(crate) struct Bed {
     pub(crate) url: String,
     pub(crate) client: Client,
     pub(crate) db: Db,
-    /// Where the database is to be dropped at the end.
-    admin_url: Option<(String, String)>,
+    /// A server, and the statement that leaves nothing behind there.
+    leftover: Option<(String, String)>,
     folder: tempfile::TempDir,
 }
 
@@ -22,14 +22,30 @@ pub(crate) struct Bed {
 #[derive(Clone, Debug)]
 pub(crate) enum Db {
     Postgres(PgPool),
+    Mysql(MySqlPool),
     Sqlite(SqlitePool),
 }
+
+/// Runs the same lines on the pool of any database.
+macro_rules! on_pool {
+    ($db:expr, $pool:ident => $body:expr) => {
+        match $db {
+            $crate::bed::Db::Postgres($pool) => $body,
+            $crate::bed::Db::Mysql($pool) => $body,
+            $crate::bed::Db::Sqlite($pool) => $body,
+        }
+    };
+}
+pub(crate) use on_pool;
 
 impl Db {
     pub(crate) async fn connect(url: &str, connections: u32) -> Self {
         if url.starts_with("postgres") {
             let options = sqlx::postgres::PgPoolOptions::new().max_connections(connections);
             Self::Postgres(options.connect(url).await.expect("the server can be reached"))
+        } else if !url.starts_with("sqlite") {
+            let options = sqlx::mysql::MySqlPoolOptions::new().max_connections(connections);
+            Self::Mysql(options.connect(url).await.expect("the server can be reached"))
         } else {
             let options = url
                 .parse::<SqliteConnectOptions>()
@@ -42,31 +58,68 @@ impl Db {
         }
     }
 
-    /// Runs a statement; `jobq.` stands for jobq's tables.
-    pub(crate) async fn execute(&self, sql: &str) -> Result<u64, sqlx::Error> {
+    /// A statement; `jobq.` stands for jobq's tables.
+    fn sql(&self, text: &str) -> AssertSqlSafe<String> {
+        AssertSqlSafe(match self {
+            Self::Postgres(_) => text.to_owned(),
+            Self::Mysql(_) | Self::Sqlite(_) => text.replace("jobq.", "jobq_"),
+        })
+    }
+
+    /// The SQL for the time, as jobq stores it.
+    pub(crate) fn now(&self) -> &'static str {
         match self {
-            Self::Postgres(pool) => {
-                let sql = AssertSqlSafe(sql.to_owned());
-                Ok(pool.execute(sql).await?.rows_affected())
-            }
-            Self::Sqlite(pool) => {
-                let sql = AssertSqlSafe(sql.replace("jobq.", "jobq_"));
-                Ok(pool.execute(sql).await?.rows_affected())
-            }
+            Self::Postgres(_) => "clock_timestamp()",
+            Self::Mysql(_) => jobq_migrations::MYSQL_NOW,
+            Self::Sqlite(_) => jobq_migrations::SQLITE_NOW,
         }
+    }
+
+    /// The SQL for the time of what waits.
+    pub(crate) fn never(&self) -> &'static str {
+        match self {
+            Self::Postgres(_) => "'infinity'",
+            Self::Mysql(_) | Self::Sqlite(_) => "9223372036854775807",
+        }
+    }
+
+    /// The isolation levels that the application may have in its transactions.
+    pub(crate) fn isolations(&self) -> &'static [&'static str] {
+        match self {
+            Self::Postgres(_) | Self::Mysql(_) => {
+                &["read committed", "repeatable read", "serializable"]
+            }
+            Self::Sqlite(_) => &["serializable"],
+        }
+    }
+
+    /// How a transaction begins that is going to write.
+    pub(crate) fn begin(&self) -> &'static str {
+        match self {
+            Self::Postgres(_) | Self::Mysql(_) => "begin",
+            Self::Sqlite(_) => "begin immediate",
+        }
+    }
+
+    /// The same at one of the isolation levels.
+    pub(crate) fn begin_at(&self, isolation: &str) -> AssertSqlSafe<String> {
+        AssertSqlSafe(match self {
+            Self::Postgres(_) => format!("begin isolation level {isolation}"),
+            Self::Mysql(_) => format!("set transaction isolation level {isolation}; begin"),
+            Self::Sqlite(_) => self.begin().to_owned(),
+        })
+    }
+
+    /// Runs a statement.
+    pub(crate) async fn execute(&self, sql: &str) -> Result<u64, sqlx::Error> {
+        let sql = self.sql(sql);
+        on_pool!(self, pool => Ok(pool.execute(sql).await?.rows_affected()))
     }
 
     /// The one number that a query gives.
     pub(crate) async fn number(&self, sql: &str) -> i64 {
-        let number = match self {
-            Self::Postgres(pool) => {
-                sqlx::query_scalar(AssertSqlSafe(sql.to_owned())).fetch_one(pool).await
-            }
-            Self::Sqlite(pool) => {
-                let sql = AssertSqlSafe(sql.replace("jobq.", "jobq_"));
-                sqlx::query_scalar(sql).fetch_one(pool).await
-            }
-        };
+        let text = self.sql(sql);
+        let number = on_pool!(self, pool => sqlx::query_scalar(text).fetch_one(pool).await);
         number.unwrap_or_else(|error| panic!("{sql}: {error}"))
     }
 
@@ -90,41 +143,61 @@ impl Bed {
     }
 
     pub(crate) async fn postgres() -> Self {
-        let url = std::env::var("JOBQ_TEST_POSTGRES_URL").expect(
-            "these tests need a PostgreSQL server: run `scripts/test`, which starts one, or set \
-             JOBQ_TEST_POSTGRES_URL",
-        );
-        Self::postgres_at(&url).await
+        Self::at(&server("PostgreSQL", "JOBQ_TEST_POSTGRES_URL")).await
     }
 
-    pub(crate) async fn postgres_at(url: &str) -> Self {
-        let folder = tempfile::tempdir().expect("a temporary folder");
+    pub(crate) async fn mysql() -> Self {
+        Self::at(&server("MySQL", "JOBQ_TEST_MYSQL_URL")).await
+    }
+
+    pub(crate) async fn mariadb() -> Self {
+        Self::at(&server("MariaDB", "JOBQ_TEST_MARIADB_URL")).await
+    }
+
+    /// Where there is one; scripts/test says when there is none.
+    pub(crate) async fn mariadb118() -> Option<Self> {
+        match std::env::var("JOBQ_TEST_MARIADB118_URL") {
+            Ok(url) => Some(Self::at(&url).await),
+            Err(_) => None,
+        }
+    }
+
+    /// A database of its own on a server.
+    pub(crate) async fn at(server: &str) -> Self {
         let name = format!("jobq_test_{}_{}", std::process::id(), unique());
-        let mut admin = sqlx::PgConnection::connect(url).await.expect("the server can be reached");
-        admin
-            .execute(AssertSqlSafe(format!("create database {name}")))
-            .await
-            .expect("tests may create databases");
-        let (server, _) = url.rsplit_once('/').expect("the URL names a database");
-        Self::new(format!("{server}/{name}"), Some((url.to_owned(), name)), folder).await
+        let create = AssertSqlSafe(format!("create database {name}"));
+        let mut drop = format!("drop database if exists {name}");
+        let created = if server.starts_with("postgres") {
+            drop += " with (force)";
+            let mut admin = sqlx::PgConnection::connect(server).await.expect("reachable");
+            admin.execute(create).await.map(|_| ())
+        } else {
+            let mut admin = sqlx::MySqlConnection::connect(server).await.expect("reachable");
+            admin.execute(create).await.map(|_| ())
+        };
+        created.expect("tests may create databases");
+        let (address, _) = server.rsplit_once('/').expect("the URL names a database");
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        Self::new(format!("{address}/{name}"), Some((server.to_owned(), drop)), folder).await
     }
 
     async fn new(
         url: String,
-        admin_url: Option<(String, String)>,
+        leftover: Option<(String, String)>,
         folder: tempfile::TempDir,
     ) -> Self {
         let client = Client::connect(&url).await.expect("the database can be reached");
-        client.migrate().await.expect("the tables can be made");
         let db = Db::connect(&url, 10).await;
+        let bed = Self { url, client, db, leftover, folder };
+        bed.client.migrate().await.expect("the tables can be made");
         for table in [
             "create table effects (job_id bigint unique, worker text)",
             "create table log (job_id bigint, token bigint, worker text, what text)",
-            "create table gates (name text primary key)",
+            "create table gates (name varchar(200) primary key)",
         ] {
-            db.execute(table).await.expect("a table can be made");
+            bed.db.execute(table).await.expect("a table can be made");
         }
-        Self { url, client, db, admin_url, folder }
+        bed
     }
 
     /// A file in the test's own folder.
@@ -155,6 +228,15 @@ impl Bed {
         self.db.execute(&sql).await.expect("a gate can be opened");
     }
 
+    /// Waits until a job function has made a file.
+    pub(crate) async fn until_there_is(&self, file: &str) {
+        let end = Instant::now() + Duration::from_secs(90);
+        while !std::path::Path::new(file).exists() {
+            assert!(Instant::now() < end, "{file} is not made; see {:?}", self.logs());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Waits until a query gives a number that satisfies `holds`.
     pub(crate) async fn until(&self, sql: &str, holds: impl Fn(i64) -> bool) -> i64 {
         let end = Instant::now() + Duration::from_secs(90);
@@ -181,19 +263,34 @@ impl Bed {
 
 impl Drop for Bed {
     fn drop(&mut self) {
-        let Some((admin_url, name)) = self.admin_url.take() else { return };
+        let Some((server, statement)) = self.leftover.take() else { return };
         let cleaned = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             let Ok(runtime) = runtime else { return };
             runtime.block_on(async {
-                if let Ok(mut admin) = sqlx::PgConnection::connect(&admin_url).await {
-                    let drop = format!("drop database if exists {name} with (force)");
-                    let _ = admin.execute(AssertSqlSafe(drop)).await;
+                let statement = AssertSqlSafe(statement);
+                if server.starts_with("postgres") {
+                    if let Ok(mut admin) = sqlx::PgConnection::connect(&server).await {
+                        let _ = admin.execute(statement).await;
+                    }
+                } else if let Ok(mut admin) = sqlx::MySqlConnection::connect(&server).await {
+                    let _ = admin.execute("set lock_wait_timeout = 5").await;
+                    let _ = admin.execute(statement).await;
                 }
             });
         });
         let _ = cleaned.join();
     }
+}
+
+/// The URL of a server that scripts/test has started.
+fn server(name: &str, variable: &str) -> String {
+    std::env::var(variable).unwrap_or_else(|_| {
+        panic!(
+            "these tests need a {name} server: run `scripts/test`, which starts one, or set \
+             {variable}"
+        )
+    })
 }
 
 /// A worker process.
@@ -247,21 +344,52 @@ pub(crate) fn unique() -> u64 {
     NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 
-/// Makes a test of a case for SQLite and one for PostgreSQL.
+/// Makes a test of each case for every database.
 macro_rules! on_every_database {
     ($($case:ident)+) => {
-        mod sqlite {
+        $crate::bed::on_database! { sqlite: $($case)+ }
+        $crate::bed::on_every_server! { $($case)+ }
+    };
+}
+pub(crate) use on_every_database;
+
+/// Makes a test of each case for every database that is a server: SQLite is no process of its own
+/// that could be stopped or cut off.
+macro_rules! on_every_server {
+    ($($case:ident)+) => {
+        $crate::bed::on_database! { postgres: $($case)+ }
+        $crate::bed::on_database! { mysql: $($case)+ }
+        $crate::bed::on_database! { mariadb: $($case)+ }
+    };
+}
+pub(crate) use on_every_server;
+
+macro_rules! on_database {
+    ($database:ident: $($case:ident)+) => {
+        mod $database {
             $(
                 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $case() { super::$case($crate::bed::Bed::sqlite().await).await }
-            )+
-        }
-        mod postgres {
-            $(
-                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-                async fn $case() { super::$case($crate::bed::Bed::postgres().await).await }
+                async fn $case() { super::$case($crate::bed::Bed::$database().await).await }
             )+
         }
     };
 }
-pub(crate) use on_every_database;
+pub(crate) use on_database;
+
+/// Makes a test of each case for MariaDB 11.8, too. What differs there from 10.11 is what a
+/// transaction may lock after it has read; the rest the conformance suite covers.
+macro_rules! on_mariadb118 {
+    ($($case:ident)+) => {
+        mod mariadb118 {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $case() {
+                    if let Some(bed) = $crate::bed::Bed::mariadb118().await {
+                        super::$case(bed).await;
+                    }
+                }
+            )+
+        }
+    };
+}
+pub(crate) use on_mariadb118;

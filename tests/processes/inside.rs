@@ -2,7 +2,7 @@
 
 use jobq::Runtime;
 
-use crate::bed::{Bed, Db, SIGKILL, on_every_database};
+use crate::bed::{Bed, SIGKILL, on_every_database};
 use crate::jobs::{late_effect, quick};
 
 on_every_database! {
@@ -22,10 +22,7 @@ async fn the_job_of_a_dead_worker_is_taken_back(bed: Bed) {
     bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
     worker.signal(SIGKILL);
     bed.open_gate("gate").await;
-    let now = match &bed.db {
-        Db::Postgres(_) => "clock_timestamp()",
-        Db::Sqlite(_) => "cast(unixepoch('subsec') * 1000000 as integer)",
-    };
+    let now = bed.db.now();
     let its_session = "jobq.sessions where id = (select leased_by from jobq.jobs)";
     let expired = format!("select count(*) from {its_session} and leased_until < {now}");
     bed.until(&expired, |expired| expired == 1).await;
@@ -37,10 +34,7 @@ async fn the_job_of_a_dead_worker_is_taken_back(bed: Bed) {
 async fn every_parked_job_is_run(bed: Bed) {
     let jobs = (0..2_500).map(quick::new);
     jobq::enqueue_many(&bed.client, jobs).await.expect("enqueued");
-    let never = match &bed.db {
-        Db::Postgres(_) => "'infinity'",
-        Db::Sqlite(_) => "9223372036854775807",
-    };
+    let never = bed.db.never();
     let park = format!("update jobq.jobs set run_after = {never}, wait_reason = 'kind'");
     bed.db.execute(&park).await.expect("parks");
     let ended = runtime(&bed).run_until_idle().await.expect("runs");

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jobq::{JobContext, Runtime, State, job};
 
-use crate::bed::Db;
+use crate::bed::{Db, on_pool};
 
 type Fallible = Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
@@ -32,7 +32,7 @@ pub(crate) fn late_effect(gate: String, State(db): State<Db>, ctx: &JobContext) 
     written
 }
 
-/// Keeps the transaction that completes it open until its gate is opened.
+/// Keeps the transaction that completes it open until there is a file; makes another when it is.
 #[job(lease = "2s", max_attempts = 50)]
 pub(crate) async fn held_open(
     gate: String,
@@ -40,31 +40,41 @@ pub(crate) async fn held_open(
     State(db): State<Db>,
     ctx: &JobContext,
 ) -> Fallible {
+    // Outside the transaction, and before it: while it is open nobody else can write to SQLite.
+    db.log(ctx, "start").await?;
     let insert = format!("insert into effects values ({}, 'held open')", ctx.id());
-    let insert = sqlx::AssertSqlSafe(insert);
-    match &db {
-        Db::Postgres(pool) => {
-            let begin = format!("begin isolation level {isolation}");
-            let mut tx = pool.begin_with(sqlx::AssertSqlSafe(begin)).await?;
-            sqlx::query(insert).execute(&mut *tx).await?;
-            ctx.complete_in(&mut tx).await?;
-            db.log(ctx, "start").await?;
-            wait_for_gate(&db, &gate).await;
-            tx.commit().await?;
+    on_pool!(&db, pool => {
+        let mut tx = pool.begin_with(db.begin_at(&isolation)).await?;
+        sqlx::query(sqlx::AssertSqlSafe(insert)).execute(&mut *tx).await?;
+        ctx.complete_in(&mut tx).await?;
+        std::fs::write(format!("{gate}.open"), "")?;
+        while !std::path::Path::new(&gate).exists() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        Db::Sqlite(pool) => {
-            // Logged first: while the transaction is open nobody else can write.
-            db.log(ctx, "start").await?;
-            let mut tx = pool.begin_with("begin immediate").await?;
-            sqlx::query(insert).execute(&mut *tx).await?;
-            ctx.complete_in(&mut tx).await?;
-            std::fs::write(format!("{gate}.open"), "")?;
-            while !std::path::Path::new(&gate).exists() {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-            tx.commit().await?;
+        tx.commit().await?;
+    });
+    Ok(())
+}
+
+/// One of a chain: its completion, its effect and the next job are one transaction.
+#[job(lease = "2s", max_attempts = 50, backoff(base = "1ms", cap = "50ms"))]
+pub(crate) async fn link(
+    left: u32,
+    isolation: String,
+    State(db): State<Db>,
+    ctx: &JobContext,
+) -> Fallible {
+    db.log(ctx, "start").await?;
+    let insert = format!("insert into effects values ({}, 'link')", ctx.id());
+    on_pool!(&db, pool => {
+        let mut tx = pool.begin_with(db.begin_at(&isolation)).await?;
+        ctx.complete_in(&mut tx).await?;
+        sqlx::query(sqlx::AssertSqlSafe(insert)).execute(&mut *tx).await?;
+        if left > 1 {
+            link::enqueue(&mut tx, left - 1, isolation).await?;
         }
-    }
+        tx.commit().await?;
+    });
     Ok(())
 }
 
@@ -96,6 +106,13 @@ pub(crate) async fn quick(n: i64, State(db): State<Db>, ctx: &JobContext) -> Fal
     Ok(())
 }
 
+/// Does nothing, with a lease that a busy machine does not outlast.
+#[job(lease = "30s")]
+pub(crate) async fn counted(State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    db.log(ctx, "start").await?;
+    Ok(())
+}
+
 /// Kills its own process.
 #[job(lease = "1s", max_attempts = 50, max_crashes = 3)]
 pub(crate) async fn poison(State(db): State<Db>, ctx: &JobContext) -> Fallible {
@@ -107,21 +124,12 @@ pub(crate) async fn poison(State(db): State<Db>, ctx: &JobContext) -> Fallible {
 async fn write_effect(db: &Db, ctx: &JobContext) -> Fallible {
     let worker = std::env::var("JOBQ_WORKER_NAME").unwrap_or_default();
     let insert = format!("insert into effects values ({}, '{worker}')", ctx.id());
-    let insert = sqlx::AssertSqlSafe(insert);
-    match db {
-        Db::Postgres(pool) => {
-            let mut tx = pool.begin().await?;
-            ctx.complete_in(&mut tx).await?;
-            sqlx::query(insert).execute(&mut *tx).await?;
-            tx.commit().await?;
-        }
-        Db::Sqlite(pool) => {
-            let mut tx = pool.begin_with("begin immediate").await?;
-            ctx.complete_in(&mut tx).await?;
-            sqlx::query(insert).execute(&mut *tx).await?;
-            tx.commit().await?;
-        }
-    }
+    on_pool!(db, pool => {
+        let mut tx = pool.begin_with(db.begin()).await?;
+        ctx.complete_in(&mut tx).await?;
+        sqlx::query(sqlx::AssertSqlSafe(insert)).execute(&mut *tx).await?;
+        tx.commit().await?;
+    });
     Ok(())
 }
 

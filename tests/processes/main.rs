@@ -3,10 +3,13 @@
 //! A worker process is this test program started again: see [`jobs::worker_process`].
 
 mod bed;
+mod contention;
 mod crash;
+mod history;
 mod inside;
 mod jobs;
 mod leases;
 mod outage;
 mod server;
+mod settings;
 mod stop;

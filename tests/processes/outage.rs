@@ -2,43 +2,90 @@
 
 use std::time::Duration;
 
-use crate::bed::{Bed, Db};
-use crate::jobs::effect;
-use crate::server::{Mode, Server, Wire};
+use jobq::{Client, JobId};
+use tokio_util::sync::CancellationToken;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restart_of_postgres_stops_no_worker_and_loses_nothing() {
+use crate::bed::{Bed, on_every_server};
+use crate::jobs::{effect, patient, quick};
+use crate::server::{Down, Mode, Server, Wire};
+
+on_every_server! {
+    a_stop_ends_by_its_deadline_though_the_database_never_answers
+    a_worker_that_is_cut_off_holds_nobody_up
+}
+
+mod a_restart_stops_no_worker_and_loses_nothing {
+    use crate::server::Server;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn postgres() {
+        super::a_restart_stops_no_worker_and_loses_nothing(Server::postgres().await).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn mysql() {
+        super::a_restart_stops_no_worker_and_loses_nothing(Server::mysql().await).await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn mariadb() {
+        super::a_restart_stops_no_worker_and_loses_nothing(Server::mariadb().await).await;
+    }
+}
+
+async fn a_restart_stops_no_worker_and_loses_nothing(mut server: Server) {
     const JOBS: i64 = 600;
-    let server = Server::start();
-    let bed = Bed::postgres_at(&server.url()).await;
+    let bed = Bed::at(&server.url()).await;
     let jobs = (0..JOBS).map(|_| effect::new(20));
     jobq::enqueue_many(&bed.client, jobs).await.expect("enqueued");
     let mut workers = [bed.worker("one", &[]), bed.worker("two", &[])];
-    for (mode, after) in [("fast", 100), ("immediate", 300)] {
+    let stop = CancellationToken::new();
+    let producer = tokio::spawn(produce(bed.client.clone(), stop.clone()));
+    for (down, after) in [(Down::Clean, 100), (Down::Crash, 300)] {
         bed.until("select count(*) from effects", |effects| effects >= after).await;
-        server.down(mode);
+        server.down(down);
         // Long enough for several failed claims and heartbeats; leases may or may not outlive it.
         tokio::time::sleep(Duration::from_secs(1)).await;
-        server.up();
+        server.up().await;
         wait_until_reachable(&bed).await;
     }
+    stop.cancel();
+    let promised = producer.await.expect("no panic");
+    println!("{} jobs were enqueued one by one", promised.len());
+    assert!(!promised.is_empty());
     bed.until("select count(*) from jobq.jobs", |jobs| jobs == 0).await;
     for worker in &mut workers {
         assert!(worker.is_running(), "{} exited", worker.name);
     }
-    assert_eq!(bed.db.number("select count(*) from effects").await, JOBS);
+    for id in &promised {
+        let effect = format!("select count(*) from effects where job_id = {id}");
+        assert_eq!(bed.db.number(&effect).await, 1, "job {id} is lost");
+    }
+    // There may be more: of a commit whose answer was cut off nobody knows.
+    let done = bed.db.number("select count(*) from effects").await;
+    assert!(done >= JOBS + i64::try_from(promised.len()).expect("some"), "{done}");
     assert_eq!(bed.db.number("select count(*) from jobq.dead").await, 0);
-    assert_eq!(
-        bed.db.number("select count(*) from jobq.finished where state = 'completed'").await,
-        JOBS
-    );
+    let completed = "select count(*) from jobq.finished where state = 'completed'";
+    assert_eq!(bed.db.number(completed).await, done);
+}
+
+/// Enqueues one job after the other, whatever happens; returns those that were promised to be kept.
+async fn produce(client: Client, stop: CancellationToken) -> Vec<JobId> {
+    let mut promised = Vec::new();
+    while !stop.is_cancelled() {
+        if let Ok(enqueued) = effect::enqueue(&client, 0).await {
+            promised.push(enqueued.id);
+        }
+        // The workers are to get to the others.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    promised
 }
 
 /// The test's own pool has to get over the restart too.
 async fn wait_until_reachable(bed: &Bed) {
-    let Db::Postgres(pool) = &bed.db else { unreachable!("the test is about PostgreSQL") };
     for _ in 0..200 {
-        if sqlx::query("select 1").execute(pool).await.is_ok() {
+        if bed.db.execute("select 1").await.is_ok() {
             return;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -46,19 +93,11 @@ async fn wait_until_reachable(bed: &Bed) {
     panic!("the server does not come back");
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stop_ends_by_its_deadline_though_the_database_never_answers() {
-    let url = std::env::var("JOBQ_TEST_POSTGRES_URL").expect("run scripts/test");
-    let bed = Bed::postgres_at(&url).await;
-    let Db::Postgres(pool) = &bed.db else { unreachable!("the test is about PostgreSQL") };
-    let options = pool.connect_options();
-    let wire = Wire::to(options.get_port()).await;
-    let cut = bed.url.replace(&format!(":{}/", options.get_port()), &format!(":{}/", wire.port));
-    assert_ne!(cut, bed.url, "the URL names its port");
-
-    let client = jobq::Client::connect(&cut).await.expect("the wire is whole");
-    crate::jobs::patient::enqueue(&client, false).await.expect("enqueued");
-    let stop = tokio_util::sync::CancellationToken::new();
+async fn a_stop_ends_by_its_deadline_though_the_database_never_answers(bed: Bed) {
+    let (wire, cut) = Wire::to(&bed.url).await;
+    let client = Client::connect(&cut).await.expect("the wire is whole");
+    patient::enqueue(&client, false).await.expect("enqueued");
+    let stop = CancellationToken::new();
     let stopped = stop.clone();
     let runtime =
         jobq::Runtime::new(client).state(bed.db.clone()).shutdown_timeout(Duration::from_secs(1));
@@ -71,4 +110,20 @@ async fn a_stop_ends_by_its_deadline_though_the_database_never_answers() {
     let ended = ended.expect("it ends").expect("it does not panic").expect("it does not fail");
     assert_eq!(ended.abandoned, 1, "{ended:?}");
     assert!(!ended.is_clean());
+}
+
+/// Whatever it was doing when its connections fell silent: the server does not hear of it.
+async fn a_worker_that_is_cut_off_holds_nobody_up(bed: Bed) {
+    const JOBS: i64 = 3_000;
+    let (wire, cut) = Wire::to(&bed.url).await;
+    jobq::enqueue_many(&bed.client, (0..JOBS).map(quick::new)).await.expect("enqueued");
+    let mut far = bed.worker("far", &[("JOBQ_WORKER_URL", &cut)]);
+    bed.until("select count(*) from jobq.finished", |finished| finished >= 200).await;
+    wire.set(Mode::BlackHole);
+    let near = bed.worker("near", &[]);
+    bed.until("select count(*) from jobq.jobs", |jobs| jobs == 0).await;
+    let completed = "select count(*) from jobq.finished where state = 'completed'";
+    assert_eq!(bed.db.number(completed).await, JOBS);
+    assert!(far.is_running(), "it waits for its database");
+    drop(near);
 }

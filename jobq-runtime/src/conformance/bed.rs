@@ -25,19 +25,21 @@ pub(crate) struct Bed {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) database: Database,
     pub(crate) schema: String,
-    /// Where to say what when the bed is dropped.
-    #[cfg(feature = "postgres")]
-    leftover: Option<(sqlx::postgres::PgConnectOptions, String)>,
+    /// What is to be done when the bed is dropped: the server may be the user's own.
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    leftover: Option<Leftover>,
     #[cfg(feature = "sqlite")]
     folder: Option<tempfile::TempDir>,
 }
 
-/// Runs the same lines on the pool of either database.
+/// Runs the same lines on the pool of any database.
 macro_rules! on_pool {
     ($bed:expr, $pool:ident => $body:expr) => {
         match &$bed.database {
             #[cfg(feature = "postgres")]
             $crate::conformance::bed::Database::Postgres($pool) => $body,
+            #[cfg(feature = "mysql")]
+            $crate::conformance::bed::Database::Mysql($pool) => $body,
             #[cfg(feature = "sqlite")]
             $crate::conformance::bed::Database::Sqlite($pool) => $body,
         }
@@ -50,6 +52,8 @@ pub(crate) use on_pool;
 pub(crate) enum Database {
     #[cfg(feature = "postgres")]
     Postgres(sqlx::PgPool),
+    #[cfg(feature = "mysql")]
+    Mysql(sqlx::MySqlPool),
     #[cfg(feature = "sqlite")]
     Sqlite(sqlx::SqlitePool),
 }
@@ -74,7 +78,7 @@ impl Bed {
             store,
             database: Database::Sqlite(pool),
             schema: "jobq".to_owned(),
-            #[cfg(feature = "postgres")]
+            #[cfg(any(feature = "postgres", feature = "mysql"))]
             leftover: None,
             folder: Some(folder),
         }
@@ -111,13 +115,70 @@ impl Bed {
         client.migrate().await.expect("the tables can be made");
         let store = client.store();
         let options = (*pool.connect_options()).clone();
-        let leftover = Some((options, format!("drop schema {schema} cascade")));
+        let leftover = Some(Leftover::Postgres(options, format!("drop schema {schema} cascade")));
         Self {
             client,
             store,
             database: Database::Postgres(pool),
             schema,
             leftover,
+            #[cfg(feature = "sqlite")]
+            folder: None,
+        }
+    }
+
+    #[cfg(feature = "mysql")]
+    pub(crate) async fn mysql() -> Self {
+        let url = std::env::var("JOBQ_TEST_MYSQL_URL").expect(
+            "these tests need a MySQL server: run `scripts/test`, which starts one, or set \
+             JOBQ_TEST_MYSQL_URL to one where databases can be created",
+        );
+        Self::mysql_at(&url).await
+    }
+
+    #[cfg(feature = "mysql")]
+    pub(crate) async fn mariadb() -> Self {
+        let url = std::env::var("JOBQ_TEST_MARIADB_URL").expect(
+            "these tests need a MariaDB server: run `scripts/test`, which starts one, or set \
+             JOBQ_TEST_MARIADB_URL to one where databases can be created",
+        );
+        Self::mysql_at(&url).await
+    }
+
+    #[cfg(feature = "mysql")]
+    pub(crate) async fn mariadb118() -> Option<Self> {
+        match std::env::var("JOBQ_TEST_MARIADB118_URL") {
+            Ok(url) => Some(Self::mysql_at(&url).await),
+            Err(_) => None,
+        }
+    }
+
+    /// A database of its own on the server, so that cases run side by side.
+    #[cfg(feature = "mysql")]
+    async fn mysql_at(url: &str) -> Self {
+        use std::str::FromStr;
+
+        use sqlx::mysql::{MySqlConnectOptions, MySqlConnection, MySqlPoolOptions};
+        use sqlx::{Connection, Executor};
+
+        let outside = MySqlConnectOptions::from_str(url).expect("a MySQL URL");
+        let name = format!("jobq_t{:x}", rand::random::<u64>());
+        let mut first =
+            MySqlConnection::connect_with(&outside).await.expect("the server can be reached");
+        let create = sqlx::AssertSqlSafe(format!("create database {name}"));
+        first.execute(create).await.expect("databases can be created");
+        first.close().await.expect("closes");
+        let pool = MySqlPoolOptions::new()
+            .max_connections(12)
+            .connect_lazy_with(outside.clone().database(&name));
+        let client = ClientOptions::new().mysql(pool.clone()).expect("a good name");
+        client.migrate().await.expect("the tables can be made");
+        Self {
+            store: client.store(),
+            client,
+            database: Database::Mysql(pool),
+            schema: "jobq".to_owned(),
+            leftover: Some(Leftover::Mysql(outside, format!("drop database {name}"))),
             #[cfg(feature = "sqlite")]
             folder: None,
         }
@@ -143,11 +204,16 @@ impl Bed {
                     client,
                     database: Database::Postgres(pool),
                     schema: "jobq".to_owned(),
-                    leftover: Some((outside, format!("drop database {name} with (force)"))),
+                    leftover: Some(Leftover::Postgres(
+                        outside,
+                        format!("drop database {name} with (force)"),
+                    )),
                     #[cfg(feature = "sqlite")]
                     folder: None,
                 }
             }
+            #[cfg(feature = "mysql")]
+            Database::Mysql(_) => self,
             #[cfg(feature = "sqlite")]
             Database::Sqlite(_) => self,
         }
@@ -163,6 +229,8 @@ impl Bed {
         match &self.database {
             #[cfg(feature = "postgres")]
             Database::Postgres(pool) => options.postgres(pool.clone()).expect("a good name"),
+            #[cfg(feature = "mysql")]
+            Database::Mysql(pool) => options.mysql(pool.clone()).expect("a good name"),
             #[cfg(feature = "sqlite")]
             Database::Sqlite(pool) => options.sqlite(pool.clone()).expect("a good name"),
         }
@@ -173,8 +241,18 @@ impl Bed {
     pub(crate) fn postgres_pool(&self) -> &sqlx::PgPool {
         match &self.database {
             Database::Postgres(pool) => pool,
-            #[cfg(feature = "sqlite")]
-            Database::Sqlite(_) => panic!("the case is for PostgreSQL only"),
+            #[cfg(any(feature = "mysql", feature = "sqlite"))]
+            _ => panic!("the case is for PostgreSQL only"),
+        }
+    }
+
+    /// The pool of a case that is for MySQL and MariaDB only.
+    #[cfg(feature = "mysql")]
+    pub(crate) fn mysql_pool(&self) -> &sqlx::MySqlPool {
+        match &self.database {
+            Database::Mysql(pool) => pool,
+            #[cfg(any(feature = "postgres", feature = "sqlite"))]
+            _ => panic!("the case is for MySQL and MariaDB only"),
         }
     }
 
@@ -182,9 +260,9 @@ impl Bed {
     #[cfg(feature = "sqlite")]
     pub(crate) fn sqlite_pool(&self) -> &sqlx::SqlitePool {
         match &self.database {
-            #[cfg(feature = "postgres")]
-            Database::Postgres(_) => panic!("the case is for SQLite only"),
             Database::Sqlite(pool) => pool,
+            #[cfg(any(feature = "postgres", feature = "mysql"))]
+            _ => panic!("the case is for SQLite only"),
         }
     }
 
@@ -198,13 +276,23 @@ impl Bed {
         self.store.database() == "SQLite"
     }
 
+    /// Whether tables are in a schema and times have a type; else names have a prefix, and times
+    /// are microseconds.
+    pub(crate) fn is_postgres(&self) -> bool {
+        self.store.database() == "PostgreSQL"
+    }
+
+    pub(crate) fn is_mysql(&self) -> bool {
+        self.store.database() == "MySQL"
+    }
+
     /// Text written for PostgreSQL's default schema, for this bed's tables.
     pub(crate) fn sql(&self, text: &str) -> String {
-        if self.is_sqlite() {
-            text.replace("jobq.", "jobq_")
-        } else {
+        if self.is_postgres() {
             // Quoted, as in the store's statements: some cases look for these.
             text.replace("jobq.", &format!("\"{}\".", self.schema))
+        } else {
+            text.replace("jobq.", "jobq_")
         }
     }
 
@@ -213,10 +301,27 @@ impl Bed {
         if self.is_sqlite() { "begin immediate" } else { "begin" }
     }
 
+    /// How a transaction of an isolation level begins.
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    pub(crate) fn begin_at(&self, level: &str) -> sqlx::AssertSqlSafe<String> {
+        sqlx::AssertSqlSafe(if self.is_mysql() {
+            format!("set transaction isolation level {level}; begin")
+        } else {
+            format!("begin isolation level {level}")
+        })
+    }
+
+    /// The SQL for the time of what waits.
+    pub(crate) fn for_ever(&self) -> &'static str {
+        if self.is_postgres() { "'infinity'" } else { "9223372036854775807" }
+    }
+
     /// The SQL for a time that many seconds from now, as it is stored.
     pub(crate) fn seconds_away(&self, seconds: i64) -> String {
         if self.is_sqlite() {
             format!("({} + {seconds} * 1000000)", jobq_migrations::SQLITE_NOW)
+        } else if self.is_mysql() {
+            format!("({} + {seconds} * 1000000)", jobq_migrations::MYSQL_NOW)
         } else {
             format!("(clock_timestamp() + interval '{seconds} seconds')")
         }
@@ -224,10 +329,10 @@ impl Bed {
 
     /// The SQL for a stored time in microseconds since 1970.
     pub(crate) fn micros(&self, time: &str) -> String {
-        if self.is_sqlite() {
-            time.to_owned()
-        } else {
+        if self.is_postgres() {
             format!("(extract(epoch from {time}) * 1000000)::int8")
+        } else {
+            time.to_owned()
         }
     }
 
@@ -317,14 +422,35 @@ impl Bed {
     }
 
     /// Waits until a statement about these tables waits for a row or a table.
-    #[cfg(feature = "postgres")]
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
     pub(crate) async fn until_one_waits_for_a_lock(&self) {
-        let waiting = "select count(*) from pg_stat_activity
-             where wait_event_type = 'Lock' and query like '%jobq.%'";
-        super::wait::until("somebody waits for a lock", || async {
-            self.number(waiting).await > 0
-        })
-        .await;
+        super::wait::until("somebody waits for a lock", || self.one_waits_for_a_lock()).await;
+    }
+
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    async fn one_waits_for_a_lock(&self) -> bool {
+        match &self.database {
+            #[cfg(feature = "postgres")]
+            Database::Postgres(_) => {
+                let waiting = "select count(*) from pg_stat_activity
+                     where wait_event_type = 'Lock' and query like '%jobq.%'";
+                self.number(waiting).await > 0
+            }
+            // The list of transactions is a copy that gets no newer while somebody asks for it
+            // all the time; this is none.
+            #[cfg(feature = "mysql")]
+            Database::Mysql(pool) => {
+                use sqlx::Row;
+
+                let row = sqlx::raw_sql("show engine innodb status").fetch_one(pool).await;
+                let text: String = row.expect("shows").try_get("Status").expect("a text");
+                let options = pool.connect_options();
+                let ours = format!("`{}`", options.get_database().expect("of its own"));
+                text.lines().any(|line| line.contains(&ours) && line.ends_with("waiting"))
+            }
+            #[cfg(feature = "sqlite")]
+            Database::Sqlite(_) => panic!("on SQLite nobody waits for a row"),
+        }
     }
 
     /// Runs a statement that the tables' checks would refuse, as a newer version's would not.
@@ -333,6 +459,12 @@ impl Bed {
             #[cfg(feature = "postgres")]
             Database::Postgres(_) => {
                 let check = "finished drop constraint finished_state_check";
+                self.execute(&format!("alter table jobq.{check}")).await;
+                self.execute(text).await;
+            }
+            #[cfg(feature = "mysql")]
+            Database::Mysql(_) => {
+                let check = "finished drop constraint jobq_finished_state_check";
                 self.execute(&format!("alter table jobq.{check}")).await;
                 self.execute(text).await;
             }
@@ -353,23 +485,46 @@ impl Bed {
     }
 }
 
-#[cfg(feature = "postgres")]
+/// Where to say what, so that nothing is left behind.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+enum Leftover {
+    #[cfg(feature = "postgres")]
+    Postgres(sqlx::postgres::PgConnectOptions, String),
+    #[cfg(feature = "mysql")]
+    Mysql(sqlx::mysql::MySqlConnectOptions, String),
+}
+
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+impl Leftover {
+    async fn clean(self) {
+        use sqlx::{ConnectOptions, Executor};
+
+        match self {
+            #[cfg(feature = "postgres")]
+            Self::Postgres(options, statement) => {
+                if let Ok(mut connection) = options.connect().await {
+                    let _ = connection.execute("set lock_timeout = '5s'").await;
+                    let _ = connection.execute(sqlx::AssertSqlSafe(statement)).await;
+                }
+            }
+            #[cfg(feature = "mysql")]
+            Self::Mysql(options, statement) => {
+                if let Ok(mut connection) = options.connect().await {
+                    let _ = connection.execute("set session lock_wait_timeout = 5").await;
+                    let _ = connection.execute(sqlx::AssertSqlSafe(statement)).await;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 impl Drop for Bed {
     fn drop(&mut self) {
-        // The server may be the user's own: leave nothing behind.
-        let Some((options, leftover)) = self.leftover.take() else { return };
+        let Some(leftover) = self.leftover.take() else { return };
         let cleaned = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.map(|runtime| {
-                runtime.block_on(async {
-                    use sqlx::{ConnectOptions, Executor};
-                    if let Ok(mut connection) = options.connect().await {
-                        let statement = sqlx::AssertSqlSafe(leftover);
-                        let _ = connection.execute("set lock_timeout = '5s'").await;
-                        let _ = connection.execute(statement).await;
-                    }
-                });
-            })
+            runtime.map(|runtime| runtime.block_on(leftover.clean()))
         });
         let _ = cleaned.join();
     }

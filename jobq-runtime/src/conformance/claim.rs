@@ -31,8 +31,10 @@ pub(super) async fn f1_each_claim_raises_the_token_and_the_attempt(bed: Bed) {
 pub(super) async fn f1_many_claimers_never_share_a_job(bed: Bed) {
     const CLAIMERS: usize = 8;
     const JOBS: usize = 200;
+    // From the start of the queue, past what others hold, which takes MySQL longest.
+    let usual = if bed.is_mysql() { 6_000 } else { 20_000 };
     let claims: u64 = std::env::var("JOBQ_TEST_CLAIMS")
-        .map_or(20_000, |claims| claims.parse().expect("JOBQ_TEST_CLAIMS is a number"));
+        .map_or(usual, |claims| claims.parse().expect("JOBQ_TEST_CLAIMS is a number"));
     bed.enqueue((0..JOBS).map(|_| job("k")).collect()).await;
     let held: Mutex<HashMap<i64, i64>> = Mutex::new(HashMap::new());
     let last: Mutex<HashMap<i64, i64>> = Mutex::new(HashMap::new());

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use sqlx::Executor;
+
 use super::bed::{Bed, LEASE, RETENTION, on_pool};
 use super::settle::completed;
 use crate::error::Error;
@@ -72,19 +74,19 @@ pub(super) async fn f7_every_kind_of_transaction_will_do(bed: Bed) {
         let mut pooled = pool.acquire().await.expect("connects");
         for (n, job) in jobs.iter().enumerate() {
             let context = bed.context(job.lease, RETENTION);
-            sqlx::query(bed.begin()).execute(&mut *pooled).await.expect("begins");
+            pooled.execute(bed.begin()).await.expect("begins");
             match n {
                 0 => context.complete_in(&mut pooled).await.expect("through a pool's connection"),
                 1 => context.complete_in(&mut *pooled).await.expect("through a connection"),
                 _ => {
-                    sqlx::query("rollback").execute(&mut *pooled).await.expect("rolls back");
+                    pooled.execute("rollback").await.expect("rolls back");
                     let mut tx = sqlx::Connection::begin(&mut *pooled).await.expect("begins");
                     context.complete_in(&mut tx).await.expect("through a transaction");
                     tx.commit().await.expect("commits");
                     continue;
                 }
             }
-            sqlx::query("commit").execute(&mut *pooled).await.expect("commits");
+            pooled.execute("commit").await.expect("commits");
         }
     });
     assert_eq!(bed.count("finished").await, 3);
@@ -147,7 +149,7 @@ pub(super) async fn s3_a_job_that_completes_before_it_stops_is_completed(bed: Be
 }
 
 /// Whichever commits first: here a cancel meets a completion that is not committed yet.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn s3_a_cancel_waits_for_an_open_complete_in(bed: Bed) {
     use jobq_core::job::JobState;
 
@@ -173,7 +175,7 @@ pub(super) async fn s3_a_cancel_waits_for_an_open_complete_in(bed: Bed) {
 }
 
 /// A handler longer than many heartbeats, at both levels that people use.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn f7_heartbeats_do_not_disturb_it_at_any_isolation_level(bed: Bed) {
     use crate::store::{Beat, BeatReply};
 
@@ -188,8 +190,7 @@ pub(super) async fn f7_heartbeats_do_not_disturb_it_at_any_isolation_level(bed: 
         };
         let alive = BeatReply::Extended { lost: Vec::new(), cancel_requested: Vec::new() };
         on_pool!(bed, pool => {
-            let begin = sqlx::AssertSqlSafe(format!("begin isolation level {level}"));
-            let mut tx = pool.begin_with(begin).await.expect("begins");
+            let mut tx = pool.begin_with(bed.begin_at(level)).await.expect("begins");
             sqlx::query(bed.statement(EFFECT)).execute(&mut *tx).await.expect("writes");
             assert_eq!(pulse.beat(&beat).await.expect("beats"), alive);
             bed.context(job.lease, RETENTION).complete_in(&mut tx).await.expect(level);
@@ -219,7 +220,7 @@ pub(super) async fn f7_a_cancel_after_the_snapshot_is_a_serialization_failure(be
 
 /// A claim elsewhere, a cancel or an operator may have the row locked for a moment: that does not
 /// take the lease away.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn f7_a_row_that_is_locked_for_a_moment_is_waited_for(bed: Bed) {
     for touch in [false, true] {
         let job = claimed(&bed).await;
@@ -229,7 +230,7 @@ pub(super) async fn f7_a_row_that_is_locked_for_a_moment_is_waited_for(bed: Bed)
             let lock = if touch {
                 format!("update jobq.jobs set cancel_requested = true where id = {id}")
             } else {
-                format!("select from jobq.jobs where id = {id} for update")
+                format!("select id from jobq.jobs where id = {id} for update")
             };
             sqlx::query(bed.statement(&lock)).execute(&mut *other).await.expect("locks");
             let mut tx = pool.begin().await.expect("begins");

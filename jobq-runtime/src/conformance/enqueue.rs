@@ -70,20 +70,20 @@ pub(super) async fn e1_within_writes_to_its_clients_tables_in_one_transaction(be
         });
         let expected = i64::from(commit);
         assert_eq!(bed.count("jobs").await, expected);
-        let separator = if bed.is_sqlite() { '_' } else { '.' };
+        let separator = if bed.is_postgres() { '.' } else { '_' };
         let second = bed.number(&format!("select count(*) from second{separator}jobs")).await;
         assert_eq!(second, 2 * expected);
     }
 }
 
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn e1_higher_isolation_levels_commit_and_roll_back_alike(bed: Bed) {
     on_pool!(bed, pool => {
-        for level in ["begin isolation level repeatable read", "begin isolation level serializable"] {
-            let mut tx = pool.begin_with(level).await.expect("begins");
+        for level in ["repeatable read", "serializable"] {
+            let mut tx = pool.begin_with(bed.begin_at(level)).await.expect("begins");
             let gone = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
             tx.rollback().await.expect("rolls back");
-            let mut tx = pool.begin_with(level).await.expect("begins");
+            let mut tx = pool.begin_with(bed.begin_at(level)).await.expect("begins");
             let there = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
             assert!(bed.row("jobs", there).await.is_none(), "{level}");
             tx.commit().await.expect("commits");
@@ -176,7 +176,7 @@ pub(super) async fn e1_many_jobs_are_written_all_or_none_on_any_connection(bed: 
     assert_eq!(bed.count("jobs").await, 12_000, "none was written");
 }
 
-fn of_mixed_kinds(jobs: usize) -> Vec<CheckedJob> {
+pub(super) fn of_mixed_kinds(jobs: usize) -> Vec<CheckedJob> {
     (0..jobs)
         .map(|n| {
             let mut job = job("k");
@@ -188,7 +188,7 @@ fn of_mixed_kinds(jobs: usize) -> Vec<CheckedJob> {
 }
 
 /// Whether ids are those of the jobs of [`of_mixed_kinds`], in their order.
-async fn assert_in_order(bed: &Bed, ids: &[JobId], jobs: usize) {
+pub(super) async fn assert_in_order(bed: &Bed, ids: &[JobId], jobs: usize) {
     assert_eq!(ids.len(), jobs);
     let mut sorted = ids.to_vec();
     sorted.sort_unstable();

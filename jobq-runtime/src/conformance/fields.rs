@@ -213,6 +213,9 @@ pub(super) async fn e7_an_insert_of_a_job_that_none_could_claim_is_refused(bed: 
             ("leased_by", "''"),
         ]);
     }
+    if bed.is_mysql() {
+        refused.extend([("queue", "'default '"), ("queue", "concat('k', ' ')")]);
+    }
     for (columns, values) in refused {
         let insert = format!("insert into jobq.jobs (kind, {columns}) values ('k', {values})");
         let sql = bed.statement(&insert);

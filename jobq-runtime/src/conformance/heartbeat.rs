@@ -191,8 +191,8 @@ pub(super) async fn e6_the_next_due_job_is_the_earliest_scheduled_one(bed: Bed) 
         job
     };
     let parked = bed.one().await;
-    let forever = if bed.is_sqlite() { "9223372036854775807" } else { "'infinity'" };
-    bed.execute(&format!("update jobq.jobs set run_after = {forever} where id = {parked}")).await;
+    let for_ever = bed.for_ever();
+    bed.execute(&format!("update jobq.jobs set run_after = {for_ever} where id = {parked}")).await;
     bed.enqueue(vec![scheduled("stranger", 0, 10), job("k")]).await;
     assert_eq!(next().await, None);
     bed.enqueue(vec![scheduled("k", 0, 900), scheduled("k", -4, 300), scheduled("k", 4, 600)])
@@ -228,23 +228,27 @@ pub(super) async fn f4_heartbeats_and_claims_do_not_hold_each_other_up(bed: Bed)
 }
 
 /// A claim that has begun is seen by the sweep that closes its session, however late it commits.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn f6_closing_a_session_waits_for_a_claim_in_flight(bed: Bed) {
-    use crate::store::postgres::statements::claim_on;
-
     bed.enqueue((0..5).map(|_| job("k")).collect()).await;
     let worker = bed.session(LEASE, &["k"]).await;
-    let claim = worker.asking("default", 5, Floor::START);
-    let pool = bed.postgres_pool();
-    let mut in_flight = pool.begin().await.expect("begins");
-    let claimed = claim_on(&mut in_flight, bed.store.schema(), &claim).await.expect("claims");
-    assert_eq!(claimed.jobs.len(), 5);
-    bed.expire(worker.id).await;
-    let store = bed.store.clone();
-    let sweep = tokio::spawn(async move { crate::sweep::rescue(&*store, false).await });
-    bed.until_one_waits_for_a_lock().await;
-    assert!(!sweep.is_finished());
-    in_flight.commit().await.expect("commits");
-    assert_eq!(sweep.await.expect("no panic").expect("rescues"), 5);
+    let (session, pin) =
+        (worker.id, if bed.is_mysql() { "lock in share mode" } else { "for key share" });
+    bed.expire(session).await;
+    on_pool!(bed, pool => {
+        // What a claim does, with a pause before its commit.
+        let mut in_flight = pool.begin().await.expect("begins");
+        let pins = format!("select id from jobq.sessions where id = {session} {pin}");
+        let pinned = sqlx::query(bed.statement(&pins)).fetch_all(&mut *in_flight).await;
+        assert_eq!(pinned.expect("pins").len(), 1);
+        let take = format!("update jobq.jobs set token = 1, attempt = 1, leased_by = {session}");
+        sqlx::query(bed.statement(&take)).execute(&mut *in_flight).await.expect("claims");
+        let store = bed.store.clone();
+        let sweep = tokio::spawn(async move { crate::sweep::rescue(&*store, false).await });
+        bed.until_one_waits_for_a_lock().await;
+        assert!(!sweep.is_finished());
+        in_flight.commit().await.expect("commits");
+        assert_eq!(sweep.await.expect("no panic").expect("rescues"), 5);
+    });
     assert_eq!(bed.number("select count(*) from jobq.jobs where leased_by <> 0").await, 0);
 }

@@ -239,10 +239,10 @@ pub(super) async fn e1_what_is_looked_through_has_two_ends(bed: Bed) {
     bed.execute(&format!("update jobq.jobs set run_after = {same}")).await;
     // One statement may stamp its rows one by one.
     let time = bed.job_row(ids[0]).await.number("run_after");
-    let stamp = if bed.is_sqlite() {
-        format!("{time}")
-    } else {
+    let stamp = if bed.is_postgres() {
         format!("'epoch'::timestamptz + {time} * interval '1 microsecond'")
+    } else {
+        format!("{time}")
     };
     bed.execute(&format!("update jobq.jobs set run_after = {stamp}")).await;
     let place = |n: usize| Floor { run_after: Timestamp(time), id: ids[n].0 };

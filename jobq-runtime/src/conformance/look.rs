@@ -55,7 +55,7 @@ pub(super) async fn m3_a_job_can_be_looked_up_in_every_state(bed: Bed) {
     assert_eq!(retrying.attempts[0].worker.as_deref(), Some(&*worker));
     assert_eq!((retrying.attempts[0].attempt, retrying.attempts[0].token.0), (1, 1));
 
-    let for_ever = if bed.is_sqlite() { "9223372036854775807" } else { "'infinity'" };
+    let for_ever = bed.for_ever();
     bed.execute(&format!("update jobq.jobs set run_after = {for_ever}")).await;
     let waiting = look(&bed, id).await;
     assert_eq!((waiting.state, waiting.run_after), (JobState::Waiting, None));
@@ -368,12 +368,12 @@ async fn lease_of(bed: &Bed, id: JobId) -> Lease {
 }
 
 /// Somebody looks at a dead letter with `for update`: the others are redriven.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn r4_a_locked_dead_letter_holds_up_nobody_else(bed: Bed) {
     let ids = bury_all(&bed, &SEVERAL).await;
     super::bed::on_pool!(bed, pool => {
         let mut operator = pool.begin().await.expect("begins");
-        let lock = format!("select from jobq.dead where id = {} for update", ids[1]);
+        let lock = format!("select id from jobq.dead where id = {} for update", ids[1]);
         sqlx::query(bed.statement(&lock)).execute(&mut *operator).await.expect("locks");
         let redriven = bed.client.redrive(&DeadFilter::all()).await.expect("redrives");
         assert_eq!(redriven.len(), 3);

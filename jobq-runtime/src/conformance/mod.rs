@@ -16,6 +16,10 @@ mod files;
 mod heartbeat;
 mod late;
 mod look;
+#[cfg(feature = "mysql")]
+mod mysql_plans;
+#[cfg(feature = "mysql")]
+mod mysql_servers;
 mod payloads;
 #[cfg(feature = "postgres")]
 mod plans;
@@ -59,10 +63,49 @@ macro_rules! on_every_database {
         // scripts/test says when there is no such server.
         #[cfg(feature = "postgres")]
         tests!(postgres18, Bed::postgres18().await, { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(mysql, Some(Bed::mysql().await), { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(mariadb, Some(Bed::mariadb().await), { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(mariadb118, Bed::mariadb118().await, { $($cases)+ });
     };
 }
 
-/// For what only a server with many writers at once can get wrong.
+/// For what only a server with many writers at once can get wrong: SQLite has one.
+macro_rules! on_every_server {
+    ($($cases:tt)+) => {
+        #[cfg(feature = "postgres")]
+        tests!(server_postgres, Some(Bed::postgres().await), { $($cases)+ });
+        #[cfg(feature = "postgres")]
+        tests!(server_postgres18, Bed::postgres18().await, { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(server_mysql, Some(Bed::mysql().await), { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(server_mariadb, Some(Bed::mariadb().await), { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(server_mariadb118, Bed::mariadb118().await, { $($cases)+ });
+    };
+}
+
+/// For what MySQL and MariaDB have of their own: plans, modes, ids, privileges.
+macro_rules! on_mysql_and_mariadb_only {
+    ($($cases:tt)+) => {
+        #[cfg(feature = "mysql")]
+        tests!(only_mysql, Some(Bed::mysql().await), { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(only_mariadb, Some(Bed::mariadb().await), { $($cases)+ });
+        #[cfg(feature = "mysql")]
+        tests!(only_mariadb118, Bed::mariadb118().await, { $($cases)+ });
+    };
+}
+
+/// For what PostgreSQL has of its own: wake-ups, plans, poolers, sessions that lock by snapshot.
+///
+/// On MySQL and MariaDB a lock is taken of the newest version of a row, whatever the snapshot, so
+/// that a cancel is no failure; what fails there is a deadlock. And ids are known before the commit
+/// and not before the insert: a connection that breaks while the jobs are on their way has written
+/// none, and the error says no more than that.
 macro_rules! on_postgres_only {
     ($($cases:tt)+) => {
         #[cfg(feature = "postgres")]
@@ -184,6 +227,7 @@ on_every_database! {
         f6_a_sessions_jobs_can_be_listed
         f6_four_rescuers_at_once_rescue_each_job_once
         f6_jobs_of_live_sessions_are_left_alone
+        f6_one_rescue_that_is_refused_holds_up_nobody_else
         f6_only_crashes_while_isolated_count_towards_poison
         f6_the_three_counters_do_not_mix
         f6_thousands_of_jobs_are_rescued_in_one_go;
@@ -245,24 +289,58 @@ on_every_database! {
         s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do;
 }
 
-on_postgres_only! {
+on_every_server! {
     enqueue:
-        e1_higher_isolation_levels_commit_and_roll_back_alike
-        e1_a_serialization_failure_is_a_typed_error
-        r6_a_broken_connection_names_the_ids_to_look_up;
+        e1_higher_isolation_levels_commit_and_roll_back_alike;
     second_look:
         f2_a_locked_row_holds_up_nobody_else;
     heartbeat:
         f6_closing_a_session_waits_for_a_claim_in_flight;
     rescue:
+        f6_a_process_that_stops_anywhere_holds_nobody_up_for_long
         f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others;
     complete_in:
-        f7_a_cancel_after_the_snapshot_is_a_serialization_failure
         f7_a_row_that_is_locked_for_a_moment_is_waited_for
         f7_heartbeats_do_not_disturb_it_at_any_isolation_level
         s3_a_cancel_waits_for_an_open_complete_in;
     proof:
+        d2_a_duty_that_was_waited_for_is_whose_it_has_become
         e1_nothing_is_proved_while_an_older_transaction_is_open;
+    look:
+        r4_a_locked_dead_letter_holds_up_nobody_else;
+}
+
+on_mysql_and_mariadb_only! {
+    mysql_plans:
+        d4_every_statement_is_led_by_an_index;
+    mysql_servers:
+        d4_a_claim_never_makes_an_enqueue_wait
+        d4_a_deadlock_is_a_serialization_failure_to_the_caller
+        e1_a_cancel_leaves_the_applications_connections_alone
+        e1_an_insert_that_waited_has_the_time_after_the_wait
+        e1_ids_follow_the_sessions_increment_and_others_do_not_mix_in
+        e1_many_jobs_are_written_whatever_the_settings
+        e1_the_sessions_own_settings_do_not_matter
+        e1_without_autocommit_jobs_are_the_callers_to_commit
+        e1_without_the_privilege_nothing_is_proved
+        e4_text_is_kept_whatever_the_connection_says_it_sends
+        f1_the_servers_own_settings_do_not_matter
+        f2_a_job_that_was_completed_by_half_is_settled_whole
+        f2_killed_statements_leave_no_job_in_two_places_or_none
+        s5_a_database_that_does_not_exist_is_named
+        s5_a_url_without_a_database_is_refused_with_the_cure
+        s5_a_user_without_rights_is_told_which
+        s5_a_wrong_password_is_refused_without_showing_it
+        s5_no_part_of_a_password_is_ever_shown
+        s5_a_server_that_is_not_there_is_named;
+}
+
+on_postgres_only! {
+    enqueue:
+        e1_a_serialization_failure_is_a_typed_error
+        r6_a_broken_connection_names_the_ids_to_look_up;
+    complete_in:
+        f7_a_cancel_after_the_snapshot_is_a_serialization_failure;
     wake_up:
         e6_a_flood_of_enqueues_sends_few_wake_ups
         e6_a_wake_up_comes_with_the_commit_and_not_before
@@ -270,8 +348,6 @@ on_postgres_only! {
         e6_every_queue_and_band_of_a_call_is_woken
         e6_what_is_no_wake_up_is_ignored
         s2_a_listener_whose_connection_is_cut_says_so;
-    look:
-        r4_a_locked_dead_letter_holds_up_nobody_else;
     setup:
         d1_a_schema_that_is_there_is_used;
     servers:

@@ -2,7 +2,7 @@
 
 use jobq_core::time::Timestamp;
 
-use super::bed::{Bed, LEASE, RETENTION};
+use super::bed::{Bed, LEASE, RETENTION, on_pool};
 use super::late::{at, pass, publish};
 use super::settle::{buried, completed, failed};
 use super::wait::join_all;
@@ -151,7 +151,7 @@ pub(super) async fn f6_now_and_then_the_sweep_looks_for_orphans(bed: Bed) {
 }
 
 /// A transaction that is still open may yet show jobs of its own time.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn e1_nothing_is_proved_while_an_older_transaction_is_open(bed: Bed) {
     use super::sample::plain;
 
@@ -188,18 +188,23 @@ pub(super) async fn d2_one_of_many_has_a_duty_and_keeps_it(bed: Bed) {
     for _ in 0..8 {
         workers.push(bed.session(LEASE, &["k"]).await.id);
     }
-    let asked: Vec<_> = workers
-        .iter()
-        .map(|id| async { bed.store.take_duty("test", *id, SPAN).await.expect("asks") })
-        .collect();
-    let notes = join_all(asked).await;
-    let holders: Vec<_> = workers
-        .iter()
-        .zip(&notes)
-        .filter(|(_, notes)| notes.is_some())
-        .map(|(id, _)| *id)
-        .collect();
-    let [holder] = holders[..] else { panic!("{} have it", holders.len()) };
+    let mut holder = workers[0];
+    // Each time nobody has had it before.
+    for name in ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "test"] {
+        let asked: Vec<_> = workers
+            .iter()
+            .map(|id| async { bed.store.take_duty(name, *id, SPAN).await.expect("asks") })
+            .collect();
+        let notes = join_all(asked).await;
+        let holders: Vec<_> = workers
+            .iter()
+            .zip(&notes)
+            .filter(|(_, notes)| notes.is_some())
+            .map(|(id, _)| *id)
+            .collect();
+        let [one] = holders[..] else { panic!("{} have it", holders.len()) };
+        holder = one;
+    }
     let other = workers.iter().copied().find(|id| *id != holder).expect("there are eight");
 
     bed.store.note_duty("test", holder, "mine").await.expect("notes");
@@ -216,6 +221,29 @@ pub(super) async fn d2_one_of_many_has_a_duty_and_keeps_it(bed: Bed) {
     bed.store.note_duty("test", holder, "too late").await.expect("notes");
     assert_eq!(bed.store.duty_notes("test").await.expect("reads"), "mine");
     assert_eq!(bed.store.duty_notes("unheard of").await.expect("reads"), "");
+}
+
+/// The duty is free when it is asked for and somebody else's once the lock on it is had.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) async fn d2_a_duty_that_was_waited_for_is_whose_it_has_become(bed: Bed) {
+    let (first, second) =
+        (bed.session(LEASE, &["k"]).await.id, bed.session(LEASE, &["k"]).await.id);
+    bed.store.take_duty("test", first, SPAN).await.expect("asks").expect("it is free");
+    let past = bed.seconds_away(-1);
+    bed.execute(&format!("update jobq.duties set held_until = {past}")).await;
+    let away = bed.seconds_away(SPAN.as_secs() as i64);
+    let take_again = bed.statement(&format!("update jobq.duties set held_until = {away}"));
+    on_pool!(bed, pool => {
+        let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+        let lock = bed.statement("select name from jobq.duties for update");
+        sqlx::query(lock).fetch_all(&mut *tx).await.expect("locks");
+        let store = bed.store.clone();
+        let asks = tokio::spawn(async move { store.take_duty("test", second, SPAN).await });
+        bed.until_one_waits_for_a_lock().await;
+        sqlx::query(take_again).execute(&mut *tx).await.expect("writes");
+        tx.commit().await.expect("commits");
+        assert_eq!(asks.await.expect("no panic").expect("asks"), None);
+    });
 }
 
 /// Makes finished jobs look as if their time were over.

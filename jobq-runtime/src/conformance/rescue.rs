@@ -129,6 +129,25 @@ pub(super) async fn f6_a_session_without_jobs_is_forgotten(bed: Bed) {
     assert_eq!(bed.count("sessions").await + bed.count("closed_sessions").await, 0);
 }
 
+/// A row of its own that is in the way, as somebody at work by hand leaves it.
+pub(super) async fn f6_one_rescue_that_is_refused_holds_up_nobody_else(bed: Bed) {
+    bed.enqueue((0..3).map(|_| job("k")).collect()).await;
+    let jobs = bed.session(LEASE, &["k"]).await.claim(3).await;
+    let id = jobs[1].lease.job;
+    bed.execute(&format!(
+        "insert into jobq.attempts (job_id, token, attempt, reason, error)
+         values ({id}, 1, 1, 'failed', 'by hand')"
+    ))
+    .await;
+    assert_eq!(crash(&bed, &jobs).await, 2);
+    assert_eq!(bed.job_row(id).await.number("token"), 1);
+    assert_ne!(bed.job_row(id).await.number("leased_by"), 0, "it is still to be rescued");
+    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("goes on with what else is due"), 0);
+    bed.execute(&format!("delete from jobq.attempts where job_id = {id}")).await;
+    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 1);
+    assert_eq!(bed.count("closed_sessions").await, 0);
+}
+
 /// More than one step of the sweep reads at once.
 pub(super) async fn f6_thousands_of_jobs_are_rescued_in_one_go(bed: Bed) {
     bed.enqueue((0..2_500).map(|_| job("k")).collect()).await;
@@ -195,7 +214,7 @@ pub(super) async fn f6_a_sessions_jobs_can_be_listed(bed: Bed) {
 }
 
 /// A handler's transaction that is still open holds up the rescue of its own job only.
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others(bed: Bed) {
     use jobq_core::job::JobId;
 
@@ -230,6 +249,85 @@ pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others
         assert_eq!(bed.row("finished", busy.job).await.is_some(), commit);
         assert!(bed.row("closed_sessions", worker.id).await.is_none());
         bed.execute("delete from jobq.jobs").await;
+    }
+}
+
+/// A process that is paused, or cut off, in the middle of whatever the runtime does: the server
+/// keeps its connections, and hears no more of it.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) async fn f6_a_process_that_stops_anywhere_holds_nobody_up_for_long(bed: Bed) {
+    use super::wait::{stopped_after, until};
+    use super::worker::settlement;
+    use crate::store::{Floor, Shift};
+
+    const SPAN: std::time::Duration = std::time::Duration::from_secs(9);
+    let duty = |steps: usize| -> &'static str { format!("duty {steps}").leak() };
+    bed.enqueue((0..200).map(|_| job("k")).collect()).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let mut duties = Vec::new();
+    for operation in ["claim", "settle", "take a duty", "move", "prune", "cancel"] {
+        for steps in 1.. {
+            let store = bed.another_client(&bed.schema).store();
+            // So that it has a connection.
+            store.live_sessions().await.expect("reads");
+            let stopped = match operation {
+                "claim" => {
+                    let claim = worker.asking("default", 2, Floor::START);
+                    stopped_after(steps, store.claim(&claim)).await
+                }
+                "settle" => {
+                    let jobs = worker.claim(2).await;
+                    let batch = [(&jobs[0], snoozed(jobs[0].counters)), (&jobs[1], completed())]
+                        .map(|(job, transition)| settlement(job.lease, transition));
+                    stopped_after(steps, store.settle(&batch)).await
+                }
+                "take a duty" => {
+                    duties.push(duty(steps));
+                    stopped_after(steps, store.take_duty(duty(steps), worker.id, SPAN)).await
+                }
+                "move" => {
+                    let horizon = store.horizon().await.expect("reads");
+                    let last = Floor { run_after: horizon.now, id: i64::MAX };
+                    let jobs = store.unleased("default", 0, Floor::START, last, 2).await;
+                    let jobs = jobs.expect("reads");
+                    stopped_after(steps, store.shift(&jobs, Shift::Hurry)).await
+                }
+                "prune" => {
+                    bed.execute("update jobq.finished set expires_at = created_at").await;
+                    stopped_after(steps, store.prune(1)).await
+                }
+                _ => {
+                    let job = bed.one().await;
+                    stopped_after(steps, store.cancel(job)).await
+                }
+            };
+            std::mem::forget(store);
+            if !stopped {
+                break;
+            }
+        }
+    }
+    bed.expire(worker.id).await;
+    until("its jobs are rescued", || async {
+        let swept = sweep::rescue(&*bed.store, false).await;
+        let sessions = bed.count("sessions").await + bed.count("closed_sessions").await;
+        swept.is_ok() && sessions == 0
+    })
+    .await;
+    let second = bed.session(LEASE, &["k"]).await;
+    let left = bed.count("jobs").await as usize;
+    let claimed = std::cell::Cell::new(0);
+    until("every job can be claimed", || async {
+        claimed.set(claimed.get() + second.claim(200).await.len());
+        claimed.get() == left
+    })
+    .await;
+    for duty in duties {
+        until("every duty can be taken", || async {
+            let taken = bed.store.take_duty(duty, second.id, SPAN).await;
+            taken.is_ok_and(|notes| notes.is_some())
+        })
+        .await;
     }
 }
 

@@ -80,10 +80,15 @@ impl Bed {
     /// Rows of a table.
     pub(crate) async fn rows(&self, table: &str, rest: &str) -> Vec<Row> {
         let columns = self.columns(table).await;
-        let object = if self.is_sqlite() { "json_object" } else { "json_build_object" };
-        let cast = if self.is_sqlite() { "" } else { "::text" };
-        let text =
-            format!("select {object}({}){cast} from jobq.{table} {rest}", columns.join(", "));
+        let columns = columns.join(", ");
+        let row = if self.is_sqlite() {
+            format!("json_object({columns})")
+        } else if self.is_mysql() {
+            format!("cast(json_object({columns}) as char)")
+        } else {
+            format!("json_build_object({columns})::text")
+        };
+        let text = format!("select {row} from jobq.{table} {rest}");
         self.texts(&text)
             .await
             .iter()
@@ -101,6 +106,15 @@ impl Bed {
             )
             .bind(&self.schema)
             .bind(table)
+            .fetch_all(pool)
+            .await
+            .expect("columns can be listed"),
+            #[cfg(feature = "mysql")]
+            Database::Mysql(pool) => sqlx::query_as(
+                "select cast(column_name as char), '' from information_schema.columns
+                 where table_schema = database() and table_name = ? order by ordinal_position",
+            )
+            .bind(format!("{}_{table}", self.schema))
             .fetch_all(pool)
             .await
             .expect("columns can be listed"),

@@ -22,6 +22,15 @@ pub(crate) fn plain() -> NewJob {
     new_job(&serde_json::json!({}))
 }
 
+/// Passwords that a URL may be cut at, each with `hunter2` or `sesame` in it.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) fn passwords() -> impl Iterator<Item = String> {
+    ["hunter2", "%2Fhunter2%3Fsesame", "@hunter2", "/hunter2", "1/hunter2", "?hunter2"]
+        .into_iter()
+        .map(str::to_owned)
+        .chain("@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")))
+}
+
 struct Sample<P>(PhantomData<fn(P)>);
 
 impl<P: Serialize + DeserializeOwned + Send + 'static> Job for Sample<P> {

@@ -7,6 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
 use super::bed::{Bed, LEASE};
+use super::sample::passwords;
 use super::settle::snoozed;
 use super::wait::join_all;
 use super::worker::job;
@@ -48,14 +49,7 @@ pub(super) async fn s5_a_url_that_cannot_be_read_is_shown_without_its_password(b
 pub(super) async fn s5_no_part_of_a_password_is_ever_shown(bed: Bed) {
     drop(bed);
     let port = refusing("28P01", "password authentication failed for user \"me\"").await;
-    let passwords =
-        ["hunter2", "%2Fhunter2%3Fsesame", "@hunter2", "/hunter2", "1/hunter2", "?hunter2"]
-            .into_iter()
-            .map(str::to_owned)
-            .chain(
-                "@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")),
-            );
-    for password in passwords {
+    for password in passwords() {
         for url in [
             format!("postgres://me:{password}@127.0.0.1:{port}/jobs"),
             format!("postgresql://:{password}@127.0.0.1:{port}/jobs?sslmode=disable"),
@@ -65,7 +59,7 @@ pub(super) async fn s5_no_part_of_a_password_is_ever_shown(bed: Bed) {
             format!("postgres:me:{password}@127.0.0.1:{port}/jobs"),
             format!("postgres://127.0.0.1:{port}/jobs?password={password}"),
             format!("me:{password}@127.0.0.1:{port}/jobs"),
-            format!("mysql://me:{password}@127.0.0.1:{port}/jobs"),
+            format!("mongodb://me:{password}@127.0.0.1:{port}/jobs"),
             format!("host=127.0.0.1 port={port} user=me password={password}"),
         ] {
             let error = Client::connect(&url).await.expect_err(&url);

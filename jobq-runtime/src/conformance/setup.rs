@@ -15,7 +15,11 @@ use crate::error::Error;
 use crate::store::{CancelReply, DeadFilter, Lookup};
 
 fn dialect(bed: &Bed) -> Dialect {
-    if bed.is_sqlite() { Dialect::Sqlite } else { Dialect::Postgres }
+    match bed.store.database() {
+        "SQLite" => Dialect::Sqlite,
+        "MySQL" => Dialect::Mysql,
+        _ => Dialect::Postgres,
+    }
 }
 
 fn newest(bed: &Bed) -> i64 {
@@ -38,7 +42,7 @@ pub(super) async fn d1_many_processes_migrate_at_once_and_again(bed: Bed) {
     let fresh = bed.another_client("fresh");
     fresh.check().await.expect("the tables fit");
     plain().enqueue(&fresh).await.expect("enqueues");
-    let table = if bed.is_sqlite() { "fresh_migrations" } else { "fresh.migrations" };
+    let table = if bed.is_postgres() { "fresh.migrations" } else { "fresh_migrations" };
     assert_eq!(bed.number(&format!("select count(*) from {table}")).await, newest(&bed));
 }
 
@@ -70,22 +74,40 @@ pub(super) async fn d1_newer_tables_are_left_as_they_are(bed: Bed) {
 /// What a database says of the tables of a name, their migrations included.
 async fn made(bed: &Bed, name: &str) -> Vec<String> {
     let (objects, separator) = if bed.is_sqlite() {
-        (format!("select sql from sqlite_master where name like '{name}%' order by name"), '_')
+        (format!("select sql from sqlite_master where name like '{name}%'"), '_')
+    } else if bed.is_mysql() {
+        let columns = format!(
+            "select concat(table_name, column_name, column_type, coalesce(column_default, ''),
+                           extra, coalesce(collation_name, ''))
+             from information_schema.columns
+             where table_schema = database() and table_name like '{name}%'
+             union all
+             select concat(table_name, index_name, seq_in_index, column_name)
+             from information_schema.statistics
+             where table_schema = database() and table_name like '{name}%'
+             union all
+             select concat(constraint_name, check_clause)
+             from information_schema.check_constraints
+             where constraint_schema = database() and constraint_name like '{name}%'"
+        );
+        (columns, '_')
     } else {
         let columns = format!(
             "select table_name || column_name || data_type || coalesce(column_default, '')
              from information_schema.columns where table_schema = '{name}'
              union all
-             select indexdef from pg_indexes where schemaname = '{name}'
-             order by 1"
+             select indexdef from pg_indexes where schemaname = '{name}'"
         );
         (columns, '.')
     };
     let mut made = bed.texts(&objects).await;
     assert!(made.len() > 10, "{made:?}");
-    let applied = format!("select version || name from {name}{separator}migrations order by 1");
+    let version = if bed.is_mysql() { "concat(version, name)" } else { "version || name" };
+    let applied = format!("select {version} from {name}{separator}migrations");
     made.extend(bed.texts(&applied).await);
-    made.into_iter().map(|text| text.replace(name, "NAME")).collect()
+    let mut made: Vec<_> = made.into_iter().map(|text| text.replace(name, "NAME")).collect();
+    made.sort_unstable();
+    made
 }
 
 pub(super) async fn d1_tables_made_by_hand_are_those_that_migrate_makes(bed: Bed) {
@@ -138,7 +160,7 @@ pub(super) async fn d1_tables_of_two_names_do_not_mix(bed: Bed) {
     assert_eq!(other.cancel(theirs).await.expect("cancels"), CancelReply::Cancelled);
     let worker = bed.session(LEASE, &["k"]).await;
     assert_eq!(worker.claim_one().await.lease.job, mine);
-    if !bed.is_sqlite() {
+    if bed.is_postgres() {
         bed.execute(&format!("drop schema {}_b cascade", bed.schema)).await;
     }
 }
@@ -155,7 +177,7 @@ pub(super) async fn d1_a_name_that_is_no_identifier_is_refused(bed: Bed) {
     let client = bed.another_client(&longest);
     client.migrate().await.expect("the longest name will do");
     plain().enqueue(&client).await.expect("enqueues");
-    if !bed.is_sqlite() {
+    if bed.is_postgres() {
         bed.execute(&format!("drop schema {longest} cascade")).await;
     }
 }
@@ -242,11 +264,16 @@ pub(super) async fn f1_a_view_shows_who_runs_a_job_and_until_when(bed: Bed) {
 
 pub(super) async fn s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do(bed: Bed) {
     drop(bed);
-    for url in ["mysql://me:secret@db/x", "db/jobs", "", "http://x"] {
+    for url in ["oracle://me:secret@db/x", "db/jobs", "", "http://x"] {
         let error = crate::Client::connect(url).await.expect_err(url);
         assert!(matches!(error, Error::BadUrl { .. }), "{error:?}");
         let text = format!("{error} {error:?}");
-        assert!(text.contains("it must begin with `postgres://` or `sqlite:`"), "{text}");
+        assert!(
+            text.contains(
+                "it must begin with `postgres://`, `mysql://`, `mariadb://` or `sqlite:`"
+            ),
+            "{text}"
+        );
         assert!(!text.contains("secret"), "{text}");
     }
 }

@@ -13,6 +13,27 @@ pub(crate) async fn until<F: Future<Output = bool>>(what: &str, mut holds: impl 
     }
 }
 
+/// Runs a future and stops in the middle, when it has got on so many times; false if it ended before.
+/// What it holds is never given back.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) async fn stopped_after<F: Future>(steps: usize, future: F) -> bool {
+    let mut future = Box::pin(future);
+    let mut step = 0;
+    let stopped = std::future::poll_fn(|context| {
+        step += 1;
+        match future.as_mut().poll(context) {
+            Poll::Ready(_) => Poll::Ready(false),
+            Poll::Pending if step > steps => Poll::Ready(true),
+            Poll::Pending => Poll::Pending,
+        }
+    });
+    let stopped = stopped.await;
+    if stopped {
+        std::mem::forget(future);
+    }
+    stopped
+}
+
 /// Runs futures side by side until all have ended.
 pub(crate) async fn join_all<T, F: Future<Output = T>>(futures: Vec<F>) -> Vec<T> {
     let mut running: Vec<_> = futures.into_iter().map(Box::pin).enumerate().collect();

@@ -16,12 +16,34 @@ use crate::error::Result;
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
 
+/// Makes targets of what a transaction can be open on. Used in a store's `insert`, where
+/// `insert_on` is how it writes on one, and `super::complete_on` how it completes there.
+macro_rules! targets {
+    ($($target:ty),+) => {
+        $(
+            impl Sealed for $target {}
+            impl EnqueueTarget for $target {
+                async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+                    insert_on(&mut *self, &schema, &jobs).await
+                }
+            }
+            impl CompleteTarget for $target {
+                async fn complete(self, completion: Completion, schema: Schema) -> Result<bool> {
+                    super::complete_on(&mut *self, completion, &schema).await
+                }
+            }
+        )+
+    };
+}
+
+#[cfg(feature = "mysql")]
+pub(crate) mod mysql;
 #[cfg(feature = "postgres")]
 pub(crate) mod postgres;
 #[cfg(feature = "sqlite")]
 pub(crate) mod sqlite;
 
-/// Where jobq's tables are in a database: a PostgreSQL schema, or a prefix on SQLite.
+/// Where jobq's tables are in a database: a PostgreSQL schema, or a prefix on the others.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Schema(Arc<str>);
 
@@ -639,6 +661,24 @@ pub enum CancelReply {
     AlreadyFinal(JobState),
     /// There is no such job, or not any more.
     NotFound,
+}
+
+/// Runs an insert in a task of its own: when the caller drops its future, it still ends whole.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) async fn in_a_task(
+    insert: impl Future<Output = Result<Vec<JobId>>> + Send + 'static,
+) -> Result<Vec<JobId>> {
+    match tokio::spawn(insert).await {
+        Ok(written) => written,
+        Err(ended) => match ended.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The async runtime is being shut down, and has dropped the insert.
+            Err(_) => Err(crate::Error::CommitUnknown {
+                ids: Vec::new(),
+                source: sqlx::Error::WorkerCrashed,
+            }),
+        },
+    }
 }
 
 /// Cuts settlements into rounds in which each job occurs once, each in id order.

@@ -15,7 +15,7 @@ use crate::context::CompleteTarget;
 use crate::enqueue::EnqueueTarget;
 use crate::enqueue::sealed::Sealed;
 use crate::job::{CheckedDue, CheckedJob};
-use crate::store::Completion;
+use crate::store::{Completion, in_a_task};
 use crate::wake;
 
 /// The most jobs, and the most bytes of their payloads, metadata and tags, that one statement writes.
@@ -271,39 +271,10 @@ impl Sealed for &PgPool {}
 impl EnqueueTarget for &PgPool {
     async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
         let pool = self.clone();
-        // A task of its own: when the caller drops its future, the insert still ends whole.
-        let insert = tokio::spawn(async move { insert_owned(&pool, &schema, &jobs).await });
-        match insert.await {
-            Ok(written) => written,
-            Err(ended) => match ended.try_into_panic() {
-                Ok(panic) => std::panic::resume_unwind(panic),
-                // The async runtime is being shut down, and has dropped the insert.
-                Err(_) => Err(Error::CommitUnknown {
-                    ids: Vec::new(),
-                    source: sqlx::Error::WorkerCrashed,
-                }),
-            },
-        }
+        in_a_task(async move { insert_owned(&pool, &schema, &jobs).await }).await
     }
 }
 
-macro_rules! targets {
-    ($($target:ty),+) => {
-        $(
-            impl Sealed for $target {}
-            impl EnqueueTarget for $target {
-                async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
-                    insert_on(&mut *self, &schema, &jobs).await
-                }
-            }
-            impl CompleteTarget for $target {
-                async fn complete(self, completion: Completion, schema: Schema) -> Result<bool> {
-                    super::complete_on(&mut *self, completion, &schema).await
-                }
-            }
-        )+
-    };
-}
 targets!(&mut PgConnection, &mut PoolConnection<Postgres>, &mut Transaction<'_, Postgres>);
 
 #[cfg(test)]

@@ -24,10 +24,12 @@ impl PostgresStore {
             "insert into jobq.duties as duty (name, held_by, held_until)
              values ($1, $2, clock_timestamp() + $3 * interval '1 microsecond')
              on conflict (name) do update
-             set held_by = excluded.held_by, held_until = excluded.held_until
+             -- Not what was to be inserted: the last holder may have been waited for since.
+             set held_by = excluded.held_by,
+                 held_until = clock_timestamp() + $3 * interval '1 microsecond'
              where duty.held_by = excluded.held_by
-                or duty.held_until < statement_timestamp()
-                or duty.held_until > excluded.held_until
+                or duty.held_until not between clock_timestamp()
+                                       and clock_timestamp() + $3 * interval '1 microsecond'
              returning notes",
         ))
         .bind(name)

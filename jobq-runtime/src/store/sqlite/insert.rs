@@ -131,21 +131,4 @@ impl EnqueueTarget for &SqlitePool {
     }
 }
 
-macro_rules! targets {
-    ($($target:ty),+) => {
-        $(
-            impl Sealed for $target {}
-            impl EnqueueTarget for $target {
-                async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
-                    insert_on(&mut *self, &schema, &jobs).await
-                }
-            }
-            impl CompleteTarget for $target {
-                async fn complete(self, completion: Completion, schema: Schema) -> Result<bool> {
-                    super::complete_on(&mut *self, completion, &schema).await
-                }
-            }
-        )+
-    };
-}
 targets!(&mut SqliteConnection, &mut PoolConnection<Sqlite>, &mut Transaction<'_, Sqlite>);
