@@ -26,6 +26,20 @@ pub(super) async fn f1_each_claim_raises_the_token_and_the_attempt(bed: Bed) {
     assert!(worker.claim(1).await[0].lease.token.0 == 4, "a token never goes down");
 }
 
+/// All at once, from queues that this process has not seen yet.
+pub(super) async fn f1_the_first_claims_of_a_process_all_bring_jobs(bed: Bed) {
+    let worker = bed.session(LEASE, &["k"]).await;
+    for queue in ["first", "second", "third", "fourth", "fifth"] {
+        let mut wanted = job("k");
+        wanted.queue = queue.into();
+        bed.enqueue(vec![wanted; 40]).await;
+        let claim = worker.asking(queue, 5, Floor::START);
+        let claims = join_all((0..8).map(|_| worker.claim_as(&claim)).collect::<Vec<_>>()).await;
+        let brought: Vec<usize> = claims.iter().map(|claimed| claimed.jobs.len()).collect();
+        assert_eq!(brought, [5; 8], "there are as many as they all ask for");
+    }
+}
+
 /// Claims and releases from many sessions at once, and checks an independent log: each claim of
 /// a job must have a token no other claim of it had, and start only after the one before ended.
 pub(super) async fn f1_many_claimers_never_share_a_job(bed: Bed) {

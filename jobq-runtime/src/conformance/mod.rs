@@ -129,6 +129,7 @@ on_every_database! {
     claim:
         f1_each_claim_raises_the_token_and_the_attempt
         f1_many_claimers_never_share_a_job
+        f1_the_first_claims_of_a_process_all_bring_jobs
         o1_higher_priority_first_then_time_then_id
         r5_a_kind_nobody_asked_for_is_never_claimed;
     enqueue:

@@ -129,21 +129,35 @@ pub(super) async fn f6_a_session_without_jobs_is_forgotten(bed: Bed) {
     assert_eq!(bed.count("sessions").await + bed.count("closed_sessions").await, 0);
 }
 
-/// A row of its own that is in the way, as somebody at work by hand leaves it.
+/// Something that somebody at work by hand left behind is in one job's way.
 pub(super) async fn f6_one_rescue_that_is_refused_holds_up_nobody_else(bed: Bed) {
     bed.enqueue((0..3).map(|_| job("k")).collect()).await;
     let jobs = bed.session(LEASE, &["k"]).await.claim(3).await;
     let id = jobs[1].lease.job;
-    bed.execute(&format!(
-        "insert into jobq.attempts (job_id, token, attempt, reason, error)
-         values ({id}, 1, 1, 'failed', 'by hand')"
-    ))
-    .await;
+    // On SQLite a row that is in the way is replaced.
+    let (put, remove) = if bed.is_sqlite() {
+        (
+            format!(
+                "create trigger in_the_way before insert on jobq.attempts when new.job_id = {id}
+                 begin select raise(abort, 'by hand'); end"
+            ),
+            "drop trigger in_the_way".to_owned(),
+        )
+    } else {
+        (
+            format!(
+                "insert into jobq.attempts (job_id, token, attempt, reason, error)
+                 values ({id}, 1, 1, 'failed', 'by hand')"
+            ),
+            format!("delete from jobq.attempts where job_id = {id}"),
+        )
+    };
+    bed.execute(&put).await;
     assert_eq!(crash(&bed, &jobs).await, 2);
     assert_eq!(bed.job_row(id).await.number("token"), 1);
     assert_ne!(bed.job_row(id).await.number("leased_by"), 0, "it is still to be rescued");
     assert_eq!(sweep::rescue(&*bed.store, false).await.expect("goes on with what else is due"), 0);
-    bed.execute(&format!("delete from jobq.attempts where job_id = {id}")).await;
+    bed.execute(&remove).await;
     assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 1);
     assert_eq!(bed.count("closed_sessions").await, 0);
 }

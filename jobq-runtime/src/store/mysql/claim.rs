@@ -241,7 +241,6 @@ pub(super) async fn claim_on(
     let look = look(connection, schema, wanted, met).await?;
     let mut claimed = Claimed { seen_to: look.now, sessions_live: look.live, jobs: Vec::new() };
     if !look.live || look.pages.is_empty() {
-        eprintln!("DBG live {} pages {:?}", look.live, look.pages.len());
         return Ok(claimed);
     }
     let sessions = list(wanted.sessions.iter().copied());
@@ -274,7 +273,6 @@ pub(super) async fn claim_on(
                     let whole = found.split_off(whole);
                     let pins = std::mem::replace(&mut found, whole);
                     if pins.len() != wanted.sessions.len() {
-                        eprintln!("DBG pins {} of {}", pins.len(), wanted.sessions.len());
                         execute(connection, schema, "rollback").await?;
                         claimed.sessions_live = false;
                         return Ok(claimed);
@@ -297,7 +295,6 @@ pub(super) async fn claim_on(
             let next = wanted.page_statement(n, last.floor());
             page = read_page(&rows(connection, schema, &next).await?)?;
         }
-        if jobs.len() < 5 { eprintln!("DBG short {}", jobs.len()); }
         *taken += jobs.len();
         jobs.sort_by_key(|job| (job.run_after, job.lease.job));
         claimed.jobs.append(&mut jobs);
