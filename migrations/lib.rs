@@ -22,7 +22,7 @@
 pub enum Dialect {
     /// PostgreSQL 15 or newer.
     Postgres,
-    /// MySQL 8.0.13 or newer, and MariaDB 10.6 or newer.
+    /// MySQL 8.0.16 or newer, and MariaDB 10.6 or newer.
     Mysql,
     /// SQLite 3.42 or newer.
     Sqlite,
@@ -47,9 +47,10 @@ pub const SQLITE_NOW: &str =
 pub const MYSQL_NOW: &str = "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)))";
 
 /// The same as of now and not of the statement's beginning: an insert may have waited for a lock on the
-/// table, or for what it selects from.
+/// table, or for what it selects from. (The difference is taken in UTC: it may have waited while the
+/// session's clock was put forward.)
 pub const MYSQL_INSERT_NOW: &str = "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) \
-     + greatest(timestampdiff(microsecond, now(6), sysdate(6)), 0))";
+     + greatest(cast((unix_timestamp(sysdate(6)) - unix_timestamp(now(6))) * 1000000 as signed), 0))";
 
 impl Migration {
     /// The whole step with `schema` as the name of the schema or prefix, to be run in one

@@ -124,8 +124,8 @@ struct Sweep<'w> {
 impl Sweep<'_> {
     async fn pass(&mut self) -> Result<()> {
         let store = &*self.worker.store;
-        let horizon = store.horizon().await?;
-        if self.is_odd(horizon.now, Instant::now()) {
+        let now = store.now().await?;
+        if self.is_odd(now, Instant::now()) {
             self.careful_until = Instant::now() + CAREFUL;
         }
         if Instant::now() < self.careful_until {
@@ -136,7 +136,7 @@ impl Sweep<'_> {
         self.worker.stats.rescued.fetch_add(rescued, Ordering::Relaxed);
         if Instant::now() >= self.search_at {
             let started = Instant::now();
-            let whole = self.search(horizon).await?;
+            let whole = self.search().await?;
             let pause = if whole { (started.elapsed() * 20).min(LONGEST_WAIT) } else { EVERY };
             self.search_at = started + pause;
         }
@@ -157,14 +157,14 @@ impl Sweep<'_> {
     }
 
     /// What one process at a time does for all; false if there is more to do.
-    async fn search(&mut self, horizon: Horizon) -> Result<bool> {
+    async fn search(&mut self) -> Result<bool> {
         let store = &*self.worker.store;
         let Some(holder) = self.worker.sessions.all_open().first().map(|session| session.id) else {
             return Ok(true);
         };
         let Some(notes) = store.take_duty(DUTY, holder, EVERY * 3).await? else { return Ok(true) };
         let mut notes = read_notes(&notes);
-        let found = find_late(store, &mut notes, horizon).await?;
+        let found = find_late(store, &mut notes, store.horizon().await?).await?;
         self.complain(&found.unknown);
         let text = serde_json::to_string(&notes).unwrap_or_default();
         store.note_duty(DUTY, holder, &text).await?;

@@ -227,9 +227,49 @@ pub(super) async fn f4_heartbeats_and_claims_do_not_hold_each_other_up(bed: Bed)
     assert_eq!(join_all(tasks).await.into_iter().sum::<usize>(), 200);
 }
 
+/// A process whose claim gets no further (its handlers block every thread, the network stalls) keeps its
+/// sessions alive all the same.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) async fn f4_a_claim_that_stops_anywhere_holds_up_no_heartbeat(bed: Bed) {
+    bed.enqueue((0..100).map(|_| job("k")).collect()).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    for steps in 1.. {
+        let store = bed.another_client(&bed.schema).store();
+        store.live_sessions().await.expect("reads, and so has a connection");
+        let claim = worker.asking("default", 2, Floor::START);
+        let stopped = super::wait::stopped_after(steps, store.claim(&claim)).await;
+        assert_eq!(beat(&bed, worker.id, &[]).await, extended(), "after {steps} steps");
+        std::mem::forget(store);
+        if !stopped {
+            assert!(steps > 1, "it was stopped somewhere");
+            break;
+        }
+    }
+}
+
+/// A sweep closes the session while the claim is on its way.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) async fn f6_a_claim_whose_session_is_closed_meanwhile_leases_nothing(bed: Bed) {
+    bed.enqueue((0..5).map(|_| job("k")).collect()).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let (session, claim) = (worker.id, worker.asking("default", 3, Floor::START));
+    on_pool!(bed, pool => {
+        let mut sweep = pool.begin().await.expect("begins");
+        let close = bed.statement(&format!("delete from jobq.sessions where id = {session}"));
+        sqlx::query(close).execute(&mut *sweep).await.expect("closes");
+        let store = bed.store.clone();
+        let claim = tokio::spawn(async move { store.claim(&claim).await.expect("answers") });
+        bed.until_one_waits_for_a_lock().await;
+        sweep.commit().await.expect("commits");
+        let claimed = claim.await.expect("no panic");
+        assert!(!claimed.sessions_live && claimed.jobs.is_empty());
+    });
+    assert_eq!(bed.number("select count(*) from jobq.jobs where token <> 0").await, 0);
+}
+
 /// A claim that has begun is seen by the sweep that closes its session, however late it commits.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(super) async fn f6_closing_a_session_waits_for_a_claim_in_flight(bed: Bed) {
+pub(super) async fn f6_a_session_is_not_closed_under_a_claim_in_flight(bed: Bed) {
     bed.enqueue((0..5).map(|_| job("k")).collect()).await;
     let worker = bed.session(LEASE, &["k"]).await;
     let (session, pin) =
@@ -243,12 +283,10 @@ pub(super) async fn f6_closing_a_session_waits_for_a_claim_in_flight(bed: Bed) {
         assert_eq!(pinned.expect("pins").len(), 1);
         let take = format!("update jobq.jobs set token = 1, attempt = 1, leased_by = {session}");
         sqlx::query(bed.statement(&take)).execute(&mut *in_flight).await.expect("claims");
-        let store = bed.store.clone();
-        let sweep = tokio::spawn(async move { crate::sweep::rescue(&*store, false).await });
-        bed.until_one_waits_for_a_lock().await;
-        assert!(!sweep.is_finished());
+        assert_eq!(crate::sweep::rescue(&*bed.store, false).await.expect("sweeps"), 0);
+        assert_eq!(bed.count("sessions").await, 1);
         in_flight.commit().await.expect("commits");
-        assert_eq!(sweep.await.expect("no panic").expect("rescues"), 5);
+        assert_eq!(crate::sweep::rescue(&*bed.store, false).await.expect("rescues"), 5);
     });
     assert_eq!(bed.number("select count(*) from jobq.jobs where leased_by <> 0").await, 0);
 }

@@ -296,9 +296,12 @@ on_every_server! {
     second_look:
         f2_a_locked_row_holds_up_nobody_else;
     heartbeat:
-        f6_closing_a_session_waits_for_a_claim_in_flight;
+        f4_a_claim_that_stops_anywhere_holds_up_no_heartbeat
+        f6_a_claim_whose_session_is_closed_meanwhile_leases_nothing
+        f6_a_session_is_not_closed_under_a_claim_in_flight;
     rescue:
         f6_a_process_that_stops_anywhere_holds_nobody_up_for_long
+        f6_a_session_that_somebody_has_locked_holds_up_no_other
         f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others;
     complete_in:
         f7_a_row_that_is_locked_for_a_moment_is_waited_for
@@ -328,6 +331,7 @@ on_mysql_and_mariadb_only! {
         f1_the_servers_own_settings_do_not_matter
         f2_a_job_that_was_completed_by_half_is_settled_whole
         f2_killed_statements_leave_no_job_in_two_places_or_none
+        m1_what_people_ask_holds_up_no_claim
         s5_a_database_that_does_not_exist_is_named
         s5_a_url_without_a_database_is_refused_with_the_cure
         s5_a_user_without_rights_is_told_which

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use jobq_core::job::JobId;
+use jobq_core::job::{JobId, JobState};
 use jobq_core::lifecycle::Transition;
 use jobq_core::text::error_chain;
 use jobq_core::time::Timestamp;
@@ -20,7 +20,7 @@ use crate::client::{Client, ClientOptions};
 use crate::enqueue::EnqueueTarget;
 use crate::error::Error;
 use crate::store::mysql::statements::{OWN_SETTINGS, Wanted, own_options, sql};
-use crate::store::{CancelReply, Floor, Schema, Settled};
+use crate::store::{Beat, BeatReply, CancelReply, Floor, Lookup, Schema, Settled};
 use crate::sweep::Notes;
 
 const LEVELS: [&str; 4] = ["read uncommitted", "read committed", "repeatable read", "serializable"];
@@ -90,7 +90,21 @@ pub(super) async fn f2_killed_statements_leave_no_job_in_two_places_or_none(bed:
         }
     });
     let end = std::time::Instant::now() + Duration::from_secs(3);
+    let mut enqueued = Vec::new();
+    let mut to_be_cancelled = Vec::new();
     while std::time::Instant::now() < end {
+        if let Ok(more) = bed.store.insert((0..3).map(|_| job("other")).collect()).await {
+            let asked = bed.store.cancel(more[0]).await;
+            if matches!(asked, Ok(CancelReply::Cancelled)) {
+                to_be_cancelled.push(more[0]);
+            }
+            enqueued.extend(more);
+        }
+        if let Ok(mut pulse) = bed.store.pulse().await {
+            let beat = Beat { session: worker.id.0, ..Beat::default() };
+            let reply = pulse.beat(&beat).await;
+            assert!(!matches!(reply, Ok(BeatReply::Closed)), "nobody has closed it");
+        }
         let Ok(claimed) = bed.store.claim(&worker.asking("default", 20, Floor::START)).await else {
             continue;
         };
@@ -109,8 +123,18 @@ pub(super) async fn f2_killed_statements_leave_no_job_in_two_places_or_none(bed:
     let twice =
         "select count(*) from jobq.jobs as job join jobq.finished as done on done.id = job.id";
     assert_eq!(bed.number(twice).await, 0, "in both places");
-    let there = bed.count("jobs").await + bed.count("finished").await;
+    let of_kind = |table: &str| format!("select count(*) from jobq.{table} where kind = 'k'");
+    let there = bed.number(&of_kind("jobs")).await + bed.number(&of_kind("finished")).await;
     assert_eq!(there, ids.len() as i64, "none is lost");
+    assert!(!enqueued.is_empty(), "some got through");
+    for id in enqueued {
+        let found = bed.client.job(id).await.expect("looks");
+        let Lookup::Found(job) = found else { panic!("{id} was written, and now: {found:?}") };
+        let state = job.state;
+        if to_be_cancelled.contains(&id) {
+            assert_eq!(state, JobState::Cancelled);
+        }
+    }
     // What was claimed is leased, and nothing else.
     let wrong = "select count(*) from jobq.jobs where leased_by <> 0 and token = 0";
     assert_eq!(bed.number(wrong).await, 0);
@@ -132,6 +156,30 @@ pub(super) async fn f2_a_job_that_was_completed_by_half_is_settled_whole(bed: Be
     complete_by_half(&bed, id).await;
     assert_eq!(bed.client.cancel(id).await.expect("answers"), CancelReply::Cancelled);
     assert_eq!((bed.count("jobs").await, bed.count("finished").await), (0, 1));
+}
+
+/// Counting waits for a table that somebody has locked; so do all who count.
+pub(super) async fn m1_what_people_ask_holds_up_no_claim(bed: Bed) {
+    let id = bed.one().await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let mut backup = bed.mysql_pool().acquire().await.expect("connects").detach();
+    let lock = bed.statement("lock tables jobq.finished write");
+    sqlx::raw_sql(lock).execute(&mut backup).await.expect("locks");
+    let counts: Vec<_> = (0..8)
+        .map(|_| {
+            let store = bed.store.clone();
+            tokio::spawn(async move { store.counts().await })
+        })
+        .collect();
+    let waiting = "select count(*) from information_schema.processlist
+         where db = database() and state = 'Waiting for table metadata lock'";
+    until("they wait", || async { bed.number(waiting).await >= 2 }).await;
+    assert_eq!(worker.claim_one().await.lease.job, id);
+    assert!(counts.iter().all(|count| !count.is_finished()), "they are still waiting");
+    backup.execute("unlock tables").await.expect("unlocks");
+    for count in counts {
+        assert_eq!(count.await.expect("no panic").expect("counts")[0].count, 1);
+    }
 }
 
 async fn complete_by_half(bed: &Bed, id: JobId) {

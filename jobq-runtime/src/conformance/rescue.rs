@@ -266,6 +266,26 @@ pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others
     }
 }
 
+/// By hand, or a claim whose process got no further.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(super) async fn f6_a_session_that_somebody_has_locked_holds_up_no_other(bed: Bed) {
+    bed.enqueue((0..2).map(|_| job("k")).collect()).await;
+    let (locked, other) = (claim_one(&bed).await, claim_one(&bed).await);
+    for job in [&locked, &other] {
+        bed.expire(job.lease.session).await;
+    }
+    super::bed::on_pool!(bed, pool => {
+        let mut holder = pool.begin().await.expect("begins");
+        let session = locked.lease.session;
+        let lock = format!("select 1 from jobq.sessions where id = {session} for update");
+        sqlx::query(bed.statement(&lock)).execute(&mut *holder).await.expect("locks");
+        assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues the other"), 1);
+        holder.rollback().await.expect("ends");
+    });
+    assert_eq!(bed.job_row(other.lease.job).await.number("leased_by"), 0);
+    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 1);
+}
+
 /// A process that is paused, or cut off, in the middle of whatever the runtime does: the server
 /// keeps its connections, and hears no more of it.
 #[cfg(any(feature = "postgres", feature = "mysql"))]

@@ -18,6 +18,7 @@ use crate::job::CheckedJob;
 
 /// Makes targets of what a transaction can be open on. Used in a store's `insert`, where
 /// `insert_on` is how it writes on one, and `super::complete_on` how it completes there.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 macro_rules! targets {
     ($($target:ty),+) => {
         $(
@@ -207,6 +208,9 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     /// The live sessions, with what they know and how far they have claimed.
     fn live_sessions(&self) -> BoxFuture<'_, Result<Vec<LiveSession>>>;
+
+    /// The database's time.
+    fn now(&self) -> BoxFuture<'_, Result<Timestamp>>;
 
     /// The database's time, and what proves that no transaction is still writing before it.
     fn horizon(&self) -> BoxFuture<'_, Result<Horizon>>;

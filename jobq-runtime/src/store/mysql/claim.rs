@@ -13,8 +13,8 @@ use sqlx::mysql::{MySqlConnection, MySqlRow};
 
 use super::due::{DUE, Key, LOCK_JOBS, Range, band_has_any, jobs_by_id};
 use super::{
-    Beat, BeatReply, Claim, Claimed, Floor, LIST, MysqlStore, NewSession, Schema, again, check,
-    count, execute, get, is_set, json, list, literal, literals, rows,
+    Beat, BeatReply, CHECK_FAILED, Claim, Claimed, Floor, LIST, MysqlStore, NewSession, Schema,
+    again, check, count, execute, get, is_set, json, killed, list, literal, literals, number, rows,
 };
 use crate::store::{ClaimedJob, metadata_map, tags_list};
 
@@ -39,7 +39,9 @@ impl MysqlStore {
                  select id from jobq_sessions where id = {session} for update;
                  insert into jobq_closed_sessions (id, worker, leased_until)
                  select id, worker, leased_until from jobq_sessions where id = {session};
-                 delete from jobq_sessions where id = {session};
+                 delete from jobq_sessions
+                 where id = {session}
+                   and exists (select 1 from jobq_closed_sessions where id = {session});
                  commit"
             ))
             .await?;
@@ -181,6 +183,15 @@ impl Wanted {
         }
     }
 
+    /// Counts the sessions that are live.
+    fn live_statement(&self) -> String {
+        let sessions = list(self.sessions.iter().copied());
+        format!(
+            "select count(*) from jobq_sessions force index (primary)
+             where id in ({sessions}) and leased_until > now_us()"
+        )
+    }
+
     /// Reads the keys of a place that are due, a few more than are wanted: some are leased.
     pub(crate) fn page_statement(&self, n: usize, from: Floor) -> String {
         let place = &self.places[n];
@@ -243,18 +254,7 @@ pub(super) async fn claim_on(
     if !look.live || look.pages.is_empty() {
         return Ok(claimed);
     }
-    let sessions = list(wanted.sessions.iter().copied());
-    // The sessions are pinned: a sweep that closes one waits until this claim has committed, and so
-    // rescues its jobs too.
-    let mut text = format!(
-        "begin;
-         select id
-         from jobq_sessions force index (primary)
-         where id in ({sessions}) and leased_until > now_us()
-         order by id
-         lock in share mode; "
-    );
-    let mut pinned = false;
+    let mut text = "begin; ".to_owned();
     let mut taken: HashMap<&str, usize> = HashMap::new();
     for (n, mut page) in look.pages {
         let place = &wanted.places[n];
@@ -265,19 +265,8 @@ pub(super) async fn claim_on(
             let free: Vec<i64> = page.iter().filter(|key| key.fits).map(|key| key.id).collect();
             if left > 0 && !free.is_empty() {
                 text.push_str(&wanted.lock_statement(n, free, look.now, left));
-                let mut found = rows(connection, schema, &text).await?;
+                let found = rows(connection, schema, &text).await?;
                 text.clear();
-                if !pinned {
-                    pinned = true;
-                    let whole = found.iter().position(|row| row.len() > 1).unwrap_or(found.len());
-                    let whole = found.split_off(whole);
-                    let pins = std::mem::replace(&mut found, whole);
-                    if pins.len() != wanted.sessions.len() {
-                        execute(connection, schema, "rollback").await?;
-                        claimed.sessions_live = false;
-                        return Ok(claimed);
-                    }
-                }
                 for row in &found {
                     let kind: String = get(row, "kind")?;
                     // MySQL may say that another kind is the same only if the collation was changed.
@@ -299,8 +288,11 @@ pub(super) async fn claim_on(
         jobs.sort_by_key(|job| (job.run_after, job.lease.job));
         claimed.jobs.append(&mut jobs);
     }
-    if pinned {
-        lease(connection, schema, &claimed.jobs).await?;
+    // It was sent with the first that were locked.
+    let begun = text.is_empty();
+    if begun && !lease(connection, schema, wanted, &claimed.jobs).await? {
+        claimed.sessions_live = false;
+        claimed.jobs.clear();
     }
     Ok(claimed)
 }
@@ -363,12 +355,7 @@ fn read_page(rows: &[MySqlRow]) -> sqlx::Result<Vec<Key>> {
 /// The time, how many sessions live, and for each unknown place whether it has any jobs; then the
 /// first keys of the known ones.
 pub(crate) fn look_statement(wanted: &Wanted, known: &[usize], unknown: &[usize]) -> String {
-    let sessions = list(wanted.sessions.iter().copied());
-    let mut text = format!(
-        "select now_us() as now,
-                (select count(*) from jobq_sessions force index (primary)
-                 where id in ({sessions}) and leased_until > now_us()) as live"
-    );
+    let mut text = format!("select now_us() as now, ({}) as live", wanted.live_statement());
     for n in unknown {
         let Range { queue, band, .. } = &wanted.places[*n].range;
         write!(text, ", {}", band_has_any(queue, *band)).expect("text grows");
@@ -405,17 +392,27 @@ impl Met {
     }
 }
 
-/// Leases locked jobs to their sessions, and commits.
+/// Leases locked jobs to their sessions, and commits; false if a session is not live any more.
+///
+/// The sessions are locked: a sweep that closes one waits until this has committed, and so rescues its
+/// jobs too. All of it is one text: their heartbeats wait for the server at most, never for us.
 async fn lease(
     connection: &mut MySqlConnection,
     schema: &Schema,
+    wanted: &Wanted,
     jobs: &[ClaimedJob],
-) -> sqlx::Result<()> {
+) -> sqlx::Result<bool> {
+    if jobs.is_empty() {
+        execute(connection, schema, "commit").await?;
+        return Ok(true);
+    }
     let mut by_session: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
     for job in jobs {
         by_session.entry(job.lease.session.0).or_default().push(job.lease.job.0);
     }
-    let mut text = String::new();
+    let all_live =
+        |lock: &str| format!("({} {lock}) = {}", wanted.live_statement(), wanted.sessions.len());
+    let mut text = format!("{}; ", check(&all_live("lock in share mode")));
     for (session, mut ids) in by_session {
         ids.sort_unstable();
         for id in &ids {
@@ -428,8 +425,18 @@ async fn lease(
         write!(text, "{all}; ").expect("text grows");
     }
     text.push_str("commit");
-    execute(connection, schema, &text).await?;
-    Ok(())
+    match execute(connection, schema, &text).await {
+        Ok(_) => Ok(true),
+        Err(error) if number(&error) == Some(CHECK_FAILED) => {
+            let why = format!("rollback; select {} as live", all_live(""));
+            let answer = rows(connection, schema, &why).await?;
+            if is_set(answer.first().ok_or(sqlx::Error::RowNotFound)?, "live")? {
+                return Err(error);
+            }
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// One by one: for a list of ids the server may read all of a small table, and what it locks for a
@@ -506,7 +513,11 @@ pub(super) async fn beat(
     )
     .await?;
     if extended == 0 {
-        return Ok(BeatReply::Closed);
+        let look = format!("select 1 from jobq_sessions where id = {session}");
+        if rows(connection, schema, &look).await?.is_empty() {
+            return Ok(BeatReply::Closed);
+        }
+        return Err(killed());
     }
     let mut held = HashMap::new();
     for jobs in beat.held.chunks(LIST) {

@@ -8,7 +8,7 @@ use sqlx::mysql::{MySql, MySqlConnection, MySqlPool};
 use sqlx::pool::PoolConnection;
 use sqlx::{Connection, Executor, Transaction};
 
-use super::{Checkout, Error, MysqlStore, Result, Schema, number, on_callers, sql};
+use super::{Checkout, Error, MysqlStore, Result, Schema, killed, number, on_callers, sql};
 use crate::context::CompleteTarget;
 use crate::enqueue::EnqueueTarget;
 use crate::enqueue::sealed::Sealed;
@@ -22,7 +22,7 @@ use crate::wake;
 const CHUNK_JOBS: usize = 500;
 const CHUNK_BYTES: usize = 2 * 1024 * 1024;
 
-/// With the sql_mode ORACLE, `begin` would be that of a block.
+/// With the `sql_mode` ORACLE, `begin` would be that of a block.
 const BEGIN: &str = "start transaction";
 
 /// Tries at an insert that the server refused for a passing reason (deadlock, lock wait).
@@ -211,7 +211,11 @@ async fn insert_chunk(
             .bind(job.metadata.as_deref().map(str::as_bytes))
             .bind(job.payload.as_bytes());
     }
-    let first = insert.execute(connection).await?.last_insert_id() as i64;
+    let written = insert.execute(connection).await?;
+    if written.rows_affected() != jobs.len() as u64 {
+        return Err(killed());
+    }
+    let first = written.last_insert_id() as i64;
     Ok((0..jobs.len() as i64).map(|n| JobId(first + n * step)).collect())
 }
 

@@ -28,7 +28,7 @@ impl MysqlStore {
             return Ok(Lookup::Found(Box::new(info)));
         }
         let next = self
-            .rows(
+            .answer(
                 "select cast(auto_increment as signed) as next
                  from information_schema.tables
                  where table_schema = database() and table_name = 'jobq_jobs'",
@@ -42,7 +42,7 @@ impl MysqlStore {
 
     async fn job_row(&self, id: JobId) -> sqlx::Result<Option<MySqlRow>> {
         let found = self
-            .rows(&format!(
+            .answer(&format!(
                 "select id,
                         case
                             when leased_by <> 0 then 'running'
@@ -79,7 +79,7 @@ impl MysqlStore {
 
     async fn attempts(&self, id: JobId) -> Result<Vec<AttemptInfo>> {
         let found = self
-            .rows(&format!(
+            .answer(&format!(
                 "select attempt, token, reason, error, at, worker
                  from jobq_attempts where job_id = {id} order by token"
             ))
@@ -102,7 +102,7 @@ impl MysqlStore {
 
     pub(super) async fn counts(&self) -> Result<Vec<QueueCount>> {
         let found = self
-            .rows(
+            .answer(
                 "select queue, state, count(*) as jobs from (
                      select queue,
                             case
@@ -136,7 +136,7 @@ impl MysqlStore {
     pub(super) async fn dead(&self, filter: &DeadFilter, limit: u32) -> Result<Vec<DeadJob>> {
         let matches = matching(filter);
         let found = self
-            .rows(&format!(
+            .answer(&format!(
                 "select id, kind, queue, reason, died_at, attempt, error, payload
                  from jobq_dead force index (primary)
                  where {matches}
@@ -191,10 +191,14 @@ impl MysqlStore {
              delete from jobq_jobs where id = {id} and leased_by = 0;
              {};
              update jobq_jobs set cancel_requested = 1 where id = {id} and leased_by <> 0;
+             {};
              commit",
             check(&format!(
                 "row_count() <= (select count(*) from jobq_finished where id = {id})
                  and not exists (select 1 from jobq_jobs where id = {id} and leased_by = 0)"
+            )),
+            check(&format!(
+                "not exists (select 1 from jobq_jobs where id = {id} and cancel_requested = 0)"
             ))
         );
         let found = rows(connection, &self.schema, &cancel).await?;

@@ -26,6 +26,7 @@ use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
+use jobq_core::time::Timestamp;
 use jobq_migrations::{MYSQL_INSERT_NOW, MYSQL_NOW};
 use sqlx::mysql::{
     MySql, MySqlConnectOptions, MySqlConnection, MySqlDatabaseError, MySqlPool, MySqlPoolOptions,
@@ -78,6 +79,12 @@ const POOL_SETTINGS: &str = "
         net_read_timeout = 14,
         net_write_timeout = 14";
 
+/// What those are set to besides, on which people ask: to count ten million jobs may take long.
+const QUESTION_SETTINGS: &str = "
+    set session sql_big_selects = 1
+        /*!80000 , max_execution_time = 0 */
+        /*M!100600 , max_statement_time = 0 */";
+
 /// A connection that was idle for longer is not used any more: the server may be about to close it.
 const FRESH: Duration = Duration::from_secs(7);
 
@@ -94,6 +101,14 @@ fn check(condition: &str) -> String {
     format!("select case when {condition} then 1 else (select 1 union all select 2) end as checked")
 }
 
+/// How a [`check`] fails: a subquery has more than one row.
+const CHECK_FAILED: u16 = 1242;
+
+/// What a write has done that should have written and has not.
+fn killed() -> sqlx::Error {
+    sqlx::Error::Protocol("the server says that a statement succeeded that it has not run".into())
+}
+
 /// Tries at a transaction that the server ended for the sake of another one.
 const TRIES: u32 = 8;
 
@@ -106,29 +121,39 @@ pub(crate) struct MysqlStore {
     pool: MySqlPool,
     /// The runtime's own connections, opened when first used.
     own: MySqlPool,
+    /// A few more for what people ask: no claim has to wait behind that.
+    questions: MySqlPool,
     schema: Schema,
     met: claim::Met,
 }
 
 impl MysqlStore {
     pub(crate) fn new(pool: MySqlPool, schema: Schema) -> Self {
-        let own = MySqlPoolOptions::new()
-            .max_connections(4)
+        let options = own_options(&pool.connect_options());
+        let own =
+            Self::pool_of(4, &[OWN_SETTINGS, POOL_SETTINGS]).connect_lazy_with(options.clone());
+        let questions = Self::pool_of(2, &[OWN_SETTINGS, POOL_SETTINGS, QUESTION_SETTINGS])
+            .connect_lazy_with(options);
+        Self { pool, own, questions, schema, met: claim::Met::default() }
+    }
+
+    fn pool_of(connections: u32, settings: &'static [&'static str]) -> MySqlPoolOptions {
+        MySqlPoolOptions::new()
+            .max_connections(connections)
             .min_connections(0)
             .acquire_timeout(PATIENCE)
             .idle_timeout(FRESH)
             .test_before_acquire(false)
             // The pool's own look at idle connections waits for a thread that has time for it.
             .before_acquire(|_, idle| Box::pin(std::future::ready(Ok(idle.idle_for < FRESH))))
-            .after_connect(|connection, _| {
+            .after_connect(move |connection, _| {
                 Box::pin(async move {
-                    connection.execute(OWN_SETTINGS).await?;
-                    connection.execute(POOL_SETTINGS).await?;
+                    for some in settings {
+                        connection.execute(*some).await?;
+                    }
                     Ok(())
                 })
             })
-            .connect_lazy_with(own_options(&pool.connect_options()));
-        Self { pool, own, schema, met: claim::Met::default() }
     }
 
     /// One of the runtime's own connections.
@@ -138,7 +163,15 @@ impl MysqlStore {
 
     /// Sends statements on a connection of our own and returns their rows.
     async fn rows(&self, text: &str) -> sqlx::Result<Vec<MySqlRow>> {
-        let mut connection = self.own().await?;
+        self.rows_on(self.own().await?, text).await
+    }
+
+    /// The same for what people ask.
+    async fn answer(&self, text: &str) -> sqlx::Result<Vec<MySqlRow>> {
+        self.rows_on(Checkout(Some(self.questions.acquire().await?)), text).await
+    }
+
+    async fn rows_on(&self, mut connection: Checkout, text: &str) -> sqlx::Result<Vec<MySqlRow>> {
         let rows = rows(&mut connection, &self.schema, text).await?;
         connection.hand_back();
         Ok(rows)
@@ -452,6 +485,10 @@ impl Store for MysqlStore {
 
     fn live_sessions(&self) -> BoxFuture<'_, Result<Vec<LiveSession>>> {
         Box::pin(within("list live sessions", self.live_sessions()))
+    }
+
+    fn now(&self) -> BoxFuture<'_, Result<Timestamp>> {
+        Box::pin(within("read the clock", self.now()))
     }
 
     fn horizon(&self) -> BoxFuture<'_, Result<Horizon>> {

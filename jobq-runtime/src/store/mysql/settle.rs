@@ -15,8 +15,8 @@ use sqlx::mysql::MySqlConnection;
 
 use super::due::{LOCK_JOBS, jobs_by_id};
 use super::{
-    LIST, MysqlStore, Result, Schema, Settled, Settlement, again, execute, get, is_set, list,
-    literal, literal_or_null, on_callers, rows, sql,
+    LIST, MysqlStore, Result, Schema, Settled, Settlement, again, execute, get, is_set, killed,
+    list, literal, literal_or_null, on_callers, rows, sql,
 };
 use crate::store::{Completion, rounds};
 
@@ -403,7 +403,7 @@ async fn complete(
         return Ok(false);
     }
     if !retention.is_zero() {
-        sqlx::query(sql(
+        let kept = sqlx::query(sql(
             schema,
             "insert into jobq_finished (
                  id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
@@ -421,6 +421,9 @@ async fn complete(
         .bind(lease.session.0)
         .execute(&mut *connection)
         .await?;
+        if kept.rows_affected() != 1 {
+            return Err(killed());
+        }
     } else if lease.token.0 > 1 {
         let tokens: Vec<i64> =
             sqlx::query_scalar(sql(schema, "select token from jobq_attempts where job_id = ?"))

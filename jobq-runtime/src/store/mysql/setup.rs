@@ -12,7 +12,7 @@ use super::{
 use crate::error::is_connection_loss;
 
 /// The first versions with SKIP LOCKED and expressions as defaults.
-const OLDEST_MYSQL: [u32; 3] = [8, 0, 13];
+const OLDEST_MYSQL: [u32; 3] = [8, 0, 16];
 const OLDEST_MARIADB: [u32; 3] = [10, 6, 0];
 
 /// What a server must take at once, in bytes: the largest payload, metadata and error text as
@@ -154,7 +154,7 @@ impl MysqlStore {
 
 const UNKNOWN_VARIABLE: u16 = 1193;
 
-const CURE: &str = "jobq needs MySQL 8.0.13 or MariaDB 10.6, or newer";
+const CURE: &str = "jobq needs MySQL 8.0.16 or MariaDB 10.6, or newer";
 
 /// What the start checks ask of the server.
 struct Server {
@@ -248,8 +248,8 @@ mod tests {
     fn too_old_servers_are_told_by_their_version() {
         for (version, oldest, older) in [
             ("5.7.44-log", OLDEST_MYSQL, true),
-            ("8.0.12", OLDEST_MYSQL, true),
-            ("8.0.13", OLDEST_MYSQL, false),
+            ("8.0.15", OLDEST_MYSQL, true),
+            ("8.0.16", OLDEST_MYSQL, false),
             ("9.7.4-2", OLDEST_MYSQL, false),
             ("10.5.29-MariaDB-0+deb11u1", OLDEST_MARIADB, true),
             ("10.6.0-MariaDB", OLDEST_MARIADB, false),
@@ -269,7 +269,7 @@ mod tests {
     #[test]
     fn what_cannot_work_names_the_cure() {
         for (variables, cure) in [
-            (&[("version", "5.7.44")][..], "jobq needs MySQL 8.0.13"),
+            (&[("version", "5.7.44")][..], "jobq needs MySQL 8.0.16"),
             (&[("version", "10.5.29-MariaDB")], "MariaDB 10.6"),
             (
                 &[("version", "8.4.0"), ("log_bin", "ON"), ("binlog_format", "STATEMENT")],

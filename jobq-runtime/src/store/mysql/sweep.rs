@@ -106,14 +106,15 @@ impl MysqlStore {
     /// Looks for expired sessions by a plain read, and closes each by its id: a delete that reads
     /// the table would wait for every heartbeat and claim.
     ///
-    /// It waits for claims that pinned the session; a heartbeat that comes too late finds no row.
-    /// The jobs are looked for in a later statement, which sees those claims.
+    /// It waits a while for claims that pinned the session, then leaves it for a later pass; a heartbeat
+    /// that comes too late finds no row. The jobs are looked for in a later statement, which sees
+    /// every claim.
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
         let expired = self.rows(&format!("select id from jobq_sessions where {EXPIRED}")).await?;
         let expired: Vec<i64> =
             expired.iter().map(|row| get(row, "id")).collect::<sqlx::Result<_>>()?;
         for session in expired {
-            again(|| async {
+            let closed = again(|| async {
                 self.rows(&format!(
                     "begin;
                      select id from jobq_sessions where id = {session} for update;
@@ -127,8 +128,11 @@ impl MysqlStore {
                      commit"
                 ))
                 .await
-            })
-            .await?;
+            });
+            match closed.await {
+                Err(error) if number(&error) == Some(LOCK_WAIT) => (),
+                closed => drop(closed?),
+            }
         }
         let closed = self.rows("select id from jobq_closed_sessions order by id").await?;
         closed.iter().map(|row| Ok(SessionId(get(row, "id")?))).collect()
@@ -237,7 +241,9 @@ impl MysqlStore {
         let mut unproved = Horizon { now: Timestamp(0), oldest_running: 0, newest: i64::MAX };
         for tried in 0..HORIZON_TRIES {
             if tried > 0 {
-                tokio::time::sleep(Duration::from_millis(120)).await;
+                // The copy is renewed when nobody has looked for 100 ms; others may be asking too.
+                let wait = Duration::from_millis(120).mul_f64(1.0 + rand::random::<f64>());
+                tokio::time::sleep(wait).await;
             }
             let question = format!("{:016x}", rand::random::<u64>());
             let answer = self
@@ -415,6 +421,9 @@ impl MysqlStore {
         Ok(ids.len() as u64)
     }
 }
+
+/// A lock was waited for as long as is allowed.
+const LOCK_WAIT: u16 = 1205;
 
 /// The list of transactions needs PROCESS.
 const PRIVILEGE_MISSING: u16 = 1227;

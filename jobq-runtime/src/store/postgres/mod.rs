@@ -319,6 +319,10 @@ impl Store for PostgresStore {
         Box::pin(within("list live sessions", self.live_sessions()))
     }
 
+    fn now(&self) -> BoxFuture<'_, Result<Timestamp>> {
+        Box::pin(within("read the clock", self.now()))
+    }
+
     fn horizon(&self) -> BoxFuture<'_, Result<Horizon>> {
         Box::pin(within("read the horizon", self.horizon()))
     }

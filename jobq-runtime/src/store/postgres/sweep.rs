@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
-use jobq_core::time::micros;
+use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
@@ -71,14 +71,22 @@ impl PostgresStore {
 
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
         let mut connection = self.own().await?;
-        // The delete waits for claims that pinned the session; a heartbeat that comes too late finds
-        // no row. The jobs are looked for in a later statement, which sees those claims.
+        // A session that is locked is left for a later pass: a claim has pinned it, or a heartbeat is
+        // about to extend it. One that comes too late finds no row. The jobs are looked for in a
+        // later statement, which sees every claim.
         sqlx::query(self.sql(
-            "with gone as (
-                 delete from jobq.sessions
+            "with expired as materialized (
+                 select id
+                 from jobq.sessions
                  where leased_until < statement_timestamp()
                     or leased_until > statement_timestamp() + lease + interval '10 seconds'
-                 returning id, worker, leased_until
+                 for update skip locked
+             ),
+             gone as (
+                 delete from jobq.sessions as session
+                 using expired
+                 where session.id = expired.id
+                 returning session.id, worker, leased_until
              )
              insert into jobq.closed_sessions (id, worker, leased_until)
              select id, worker, leased_until from gone",
@@ -182,6 +190,14 @@ impl PostgresStore {
                 floors: serde_json::from_str(&floors).unwrap_or_default(),
             })
             .collect())
+    }
+
+    pub(super) async fn now(&self) -> sqlx::Result<Timestamp> {
+        let mut connection = self.own().await?;
+        let now: Time =
+            sqlx::query_scalar("select statement_timestamp()").fetch_one(&mut *connection).await?;
+        connection.hand_back();
+        Ok(now.0)
     }
 
     pub(super) async fn horizon(&self) -> sqlx::Result<Horizon> {

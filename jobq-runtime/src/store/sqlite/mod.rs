@@ -29,6 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64};
 use std::time::{Duration, Instant};
 
 use jobq_core::job::{JobId, Lease, SessionId};
+use jobq_core::time::Timestamp;
 use jobq_migrations::SQLITE_NOW;
 use sqlx::pool::PoolConnection;
 use sqlx::sqlite::{
@@ -357,6 +358,10 @@ impl Store for SqliteStore {
 
     fn live_sessions(&self) -> BoxFuture<'_, Result<Vec<LiveSession>>> {
         Box::pin(within("list live sessions", self.live_sessions()))
+    }
+
+    fn now(&self) -> BoxFuture<'_, Result<Timestamp>> {
+        Box::pin(within("read the clock", self.now()))
     }
 
     fn horizon(&self) -> BoxFuture<'_, Result<Horizon>> {

@@ -198,7 +198,8 @@ impl SqliteStore {
 
     /// Whoever has the write lock knows that every earlier writer has ended: there is nothing
     /// else to ask.
-    pub(super) async fn horizon(&self) -> sqlx::Result<Horizon> {
+    /// Under the write lock: nobody else is still writing before it.
+    pub(super) async fn now(&self) -> sqlx::Result<Timestamp> {
         let schema = self.schema.clone();
         let now: i64 = self
             .write(async move |locked| {
@@ -206,7 +207,12 @@ impl SqliteStore {
             })
             .await?;
         self.locked_at.store(now, Ordering::Relaxed);
-        Ok(Horizon { now: Timestamp(now), oldest_running: now, newest: now })
+        Ok(Timestamp(now))
+    }
+
+    pub(super) async fn horizon(&self) -> sqlx::Result<Horizon> {
+        let now = self.now().await?;
+        Ok(Horizon { now, oldest_running: now.0, newest: now.0 })
     }
 
     pub(super) async fn unleased(
