@@ -153,12 +153,21 @@ pub(super) async fn f6_one_rescue_that_is_refused_holds_up_nobody_else(bed: Bed)
         )
     };
     bed.execute(&put).await;
-    assert_eq!(crash(&bed, &jobs).await, 2);
-    assert_eq!(bed.job_row(id).await.number("token"), 1);
+    bed.expire(jobs[0].lease.session).await;
+    // PostgreSQL says that it refuses a write before it lets go of the rows: the next pass has them.
+    let held = "select count(*) from jobq.jobs where leased_by <> 0";
+    let sweep_until = async |left: i64| {
+        super::wait::until("no more are left", || async {
+            sweep::rescue(&*bed.store, false).await.expect("goes on with what else is due");
+            bed.number(held).await == left
+        })
+        .await;
+    };
+    sweep_until(1).await;
     assert_ne!(bed.job_row(id).await.number("leased_by"), 0, "it is still to be rescued");
-    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("goes on with what else is due"), 0);
     bed.execute(&remove).await;
-    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 1);
+    sweep_until(0).await;
+    assert_eq!(bed.count("attempts").await, 3, "each was rescued once");
     assert_eq!(bed.count("closed_sessions").await, 0);
 }
 
