@@ -47,10 +47,11 @@ pub const SQLITE_NOW: &str =
 pub const MYSQL_NOW: &str = "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)))";
 
 /// The same as of now and not of the statement's beginning: an insert may have waited for a lock on the
-/// table, or for what it selects from. (The difference is taken in UTC: it may have waited while the
-/// session's clock was put forward.)
+/// table, or for what it selects from. Both times are local. An hour that was left out in between is in
+/// the first difference only; one that comes twice is, if at all, in the second.
 pub const MYSQL_INSERT_NOW: &str = "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) \
-     + greatest(cast((unix_timestamp(sysdate(6)) - unix_timestamp(now(6))) * 1000000 as signed), 0))";
+     + greatest(least(timestampdiff(microsecond, now(6), sysdate(6)), \
+         cast((unix_timestamp(sysdate(6)) - unix_timestamp(now(6))) * 1000000 as signed)), 0))";
 
 impl Migration {
     /// The whole step with `schema` as the name of the schema or prefix, to be run in one

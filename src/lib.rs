@@ -49,7 +49,7 @@
 //!
 //! | feature | what for | default |
 //! |---|---|---|
-//! | `mysql` | MySQL 8.0.13 and MariaDB 10.6, and newer | yes |
+//! | `mysql` | MySQL 8.0.16 and MariaDB 10.6, and newer | yes |
 //! | `sqlite` | SQLite in a file, built in | yes |
 //! | `postgres` | PostgreSQL 15 and newer | yes |
 //! | `runtime` | running jobs; leave it out where they are only enqueued | yes |

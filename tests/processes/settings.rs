@@ -113,5 +113,5 @@ async fn with_a_log(server: Server) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_mariadb_of_10_5_is_refused_with_the_version_that_will_do() {
     let Some(server) = Server::mariadb105().await else { return };
-    refused(&server.url(), "jobq needs MySQL 8.0.13 or MariaDB 10.6, or newer").await;
+    refused(&server.url(), "jobq needs MySQL 8.0.16 or MariaDB 10.6, or newer").await;
 }

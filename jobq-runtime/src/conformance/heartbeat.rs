@@ -235,7 +235,7 @@ pub(super) async fn f4_a_claim_that_stops_anywhere_holds_up_no_heartbeat(bed: Be
     let worker = bed.session(LEASE, &["k"]).await;
     let mut stopped = 0;
     // How many steps it takes, and to where, depends on when the server's answers come.
-    for steps in (1..=8).cycle().take(40) {
+    for steps in (1..=8).cycle().take(24) {
         let store = bed.another_client(&bed.schema).store();
         store.live_sessions().await.expect("reads, and so has a connection");
         let claim = worker.asking("default", 2, Floor::START);
@@ -243,7 +243,7 @@ pub(super) async fn f4_a_claim_that_stops_anywhere_holds_up_no_heartbeat(bed: Be
         assert_eq!(beat(&bed, worker.id, &[]).await, extended(), "after {steps} steps");
         std::mem::forget(store);
     }
-    assert!(stopped > 5, "it was stopped somewhere");
+    assert!(stopped > 2, "it was stopped somewhere");
 }
 
 /// A sweep closes the session while the claim is on its way.

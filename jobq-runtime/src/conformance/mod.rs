@@ -301,7 +301,7 @@ on_every_server! {
         f6_a_session_is_not_closed_under_a_claim_in_flight;
     rescue:
         f6_a_process_that_stops_anywhere_holds_nobody_up_for_long
-        f6_a_session_that_somebody_has_locked_holds_up_no_other
+        f6_sessions_that_somebody_has_locked_hold_up_no_other
         f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others;
     complete_in:
         f7_a_row_that_is_locked_for_a_moment_is_waited_for

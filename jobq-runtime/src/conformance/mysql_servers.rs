@@ -173,7 +173,7 @@ pub(super) async fn m1_what_people_ask_holds_up_no_claim(bed: Bed) {
         .collect();
     let waiting = "select count(*) from information_schema.processlist
          where db = database() and state = 'Waiting for table metadata lock'";
-    until("they wait", || async { bed.number(waiting).await >= 2 }).await;
+    until("they wait", || async { bed.number(waiting).await > 0 }).await;
     assert_eq!(worker.claim_one().await.lease.job, id);
     assert!(counts.iter().all(|count| !count.is_finished()), "they are still waiting");
     backup.execute("unlock tables").await.expect("unlocks");

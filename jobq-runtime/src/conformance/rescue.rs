@@ -277,22 +277,30 @@ pub(super) async fn f6_an_open_complete_in_does_not_hold_up_the_rescue_of_others
 
 /// By hand, or a claim whose process got no further.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(super) async fn f6_a_session_that_somebody_has_locked_holds_up_no_other(bed: Bed) {
-    bed.enqueue((0..2).map(|_| job("k")).collect()).await;
-    let (locked, other) = (claim_one(&bed).await, claim_one(&bed).await);
-    for job in [&locked, &other] {
-        bed.expire(job.lease.session).await;
+pub(super) async fn f6_sessions_that_somebody_has_locked_hold_up_no_other(bed: Bed) {
+    const LOCKED: usize = 12;
+    bed.enqueue((0..=LOCKED).map(|_| job("k")).collect()).await;
+    let mut sessions = Vec::new();
+    for _ in 0..=LOCKED {
+        let session = claim_one(&bed).await.lease.session;
+        bed.expire(session).await;
+        sessions.push(session.0);
     }
+    let other = sessions.pop().expect("the last one");
     super::bed::on_pool!(bed, pool => {
         let mut holder = pool.begin().await.expect("begins");
-        let session = locked.lease.session;
-        let lock = format!("select 1 from jobq.sessions where id = {session} for update");
-        sqlx::query(bed.statement(&lock)).execute(&mut *holder).await.expect("locks");
+        // One by one: for a list MySQL may lock all there are.
+        for session in sessions {
+            let lock = format!("select 1 from jobq.sessions where id = {session} for update");
+            sqlx::query(bed.statement(&lock)).execute(&mut *holder).await.expect("locks");
+        }
         assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues the other"), 1);
         holder.rollback().await.expect("ends");
     });
-    assert_eq!(bed.job_row(other.lease.job).await.number("leased_by"), 0);
-    assert_eq!(sweep::rescue(&*bed.store, false).await.expect("rescues"), 1);
+    let held = format!("select count(*) from jobq.jobs where leased_by = {other}");
+    assert_eq!(bed.number(&held).await, 0);
+    let rest = sweep::rescue(&*bed.store, false).await.expect("rescues");
+    assert_eq!(rest, LOCKED as u64);
 }
 
 /// A process that is paused, or cut off, in the middle of whatever the runtime does: the server

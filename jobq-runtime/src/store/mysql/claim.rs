@@ -34,17 +34,7 @@ impl MysqlStore {
     pub(super) async fn close_session(&self, session: SessionId) -> sqlx::Result<()> {
         // Moved, not deleted: should a job still be held under it, the sweep finds it there.
         again(|| async {
-            self.rows(&format!(
-                "begin;
-                 select id from jobq_sessions where id = {session} for update;
-                 insert into jobq_closed_sessions (id, worker, leased_until)
-                 select id, worker, leased_until from jobq_sessions where id = {session};
-                 delete from jobq_sessions
-                 where id = {session}
-                   and exists (select 1 from jobq_closed_sessions where id = {session});
-                 commit"
-            ))
-            .await?;
+            self.rows(&close_statement(session.0, "true")).await?;
             Ok(())
         })
         .await
@@ -115,6 +105,28 @@ impl MysqlStore {
         connection.hand_back();
         Ok(done == 1)
     }
+}
+
+/// Moves a session that fits a condition to the closed ones, as one transaction.
+pub(super) fn close_statement(session: i64, fits: &str) -> String {
+    let moved = check(&format!(
+        "not exists (
+             select 1
+             from jobq_sessions as here, jobq_closed_sessions as moved
+             where here.id = {session} and moved.id = {session}
+         )"
+    ));
+    format!(
+        "begin;
+         select id from jobq_sessions where id = {session} for update;
+         insert into jobq_closed_sessions (id, worker, leased_until)
+         select id, worker, leased_until from jobq_sessions where id = {session} and {fits};
+         delete from jobq_sessions
+         where id = {session}
+           and exists (select 1 from jobq_closed_sessions where id = {session});
+         {moved};
+         commit"
+    )
 }
 
 /// The earliest time at which a job of these kinds is due in one of the bands. Where many others come

@@ -102,7 +102,7 @@ impl MysqlStore {
 
     pub(super) async fn counts(&self) -> Result<Vec<QueueCount>> {
         let found = self
-            .answer(
+            .count(
                 "select queue, state, count(*) as jobs from (
                      select queue,
                             case

@@ -79,11 +79,12 @@ const POOL_SETTINGS: &str = "
         net_read_timeout = 14,
         net_write_timeout = 14";
 
-/// What those are set to besides, on which people ask: to count ten million jobs may take long.
+/// What those are set to besides, on which people ask: to count ten million jobs may take long. But
+/// the server does not hear that whoever has asked has gone, and goes on.
 const QUESTION_SETTINGS: &str = "
     set session sql_big_selects = 1
-        /*!80000 , max_execution_time = 0 */
-        /*M!100600 , max_statement_time = 0 */";
+        /*!80000 , max_execution_time = 60000 */
+        /*M!100600 , max_statement_time = 60 */";
 
 /// A connection that was idle for longer is not used any more: the server may be about to close it.
 const FRESH: Duration = Duration::from_secs(7);
@@ -121,8 +122,9 @@ pub(crate) struct MysqlStore {
     pool: MySqlPool,
     /// The runtime's own connections, opened when first used.
     own: MySqlPool,
-    /// A few more for what people ask: no claim has to wait behind that.
+    /// Some for what people ask, and one for counting: no claim has to wait behind that.
     questions: MySqlPool,
+    counting: MySqlPool,
     schema: Schema,
     met: claim::Met,
 }
@@ -132,9 +134,12 @@ impl MysqlStore {
         let options = own_options(&pool.connect_options());
         let own =
             Self::pool_of(4, &[OWN_SETTINGS, POOL_SETTINGS]).connect_lazy_with(options.clone());
-        let questions = Self::pool_of(2, &[OWN_SETTINGS, POOL_SETTINGS, QUESTION_SETTINGS])
-            .connect_lazy_with(options);
-        Self { pool, own, questions, schema, met: claim::Met::default() }
+        let asked = |size| {
+            Self::pool_of(size, &[OWN_SETTINGS, POOL_SETTINGS, QUESTION_SETTINGS])
+                .connect_lazy_with(options.clone())
+        };
+        let (questions, counting) = (asked(2), asked(1));
+        Self { pool, own, questions, counting, schema, met: claim::Met::default() }
     }
 
     fn pool_of(connections: u32, settings: &'static [&'static str]) -> MySqlPoolOptions {
@@ -169,6 +174,11 @@ impl MysqlStore {
     /// The same for what people ask.
     async fn answer(&self, text: &str) -> sqlx::Result<Vec<MySqlRow>> {
         self.rows_on(Checkout(Some(self.questions.acquire().await?)), text).await
+    }
+
+    /// The same for counting.
+    async fn count(&self, text: &str) -> sqlx::Result<Vec<MySqlRow>> {
+        self.rows_on(Checkout(Some(self.counting.acquire().await?)), text).await
     }
 
     async fn rows_on(&self, mut connection: Checkout, text: &str) -> sqlx::Result<Vec<MySqlRow>> {

@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
+use jobq_core::job::Lease;
 use jobq_core::lifecycle::{Transition, When};
 use jobq_core::outcome::AttemptRecord;
 use jobq_core::time::micros;
@@ -392,14 +393,7 @@ async fn complete(
     schema: &Schema,
 ) -> sqlx::Result<bool> {
     let Completion { lease, retention } = completion;
-    let held: Option<(i64, i64)> = sqlx::query_as(sql(
-        schema,
-        "select token, leased_by from jobq_jobs where id = ? for update",
-    ))
-    .bind(lease.job.0)
-    .fetch_optional(&mut *connection)
-    .await?;
-    if held != Some((lease.token.0, lease.session.0)) {
+    if !holds(connection, schema, lease).await? {
         return Ok(false);
     }
     if !retention.is_zero() {
@@ -422,7 +416,8 @@ async fn complete(
         .execute(&mut *connection)
         .await?;
         if kept.rows_affected() != 1 {
-            return Err(killed());
+            // Without a transaction nothing was locked any more.
+            return if holds(connection, schema, lease).await? { Err(killed()) } else { Ok(false) };
         }
     } else if lease.token.0 > 1 {
         let tokens: Vec<i64> =
@@ -448,4 +443,20 @@ async fn complete(
     .execute(connection)
     .await?;
     Ok(gone.rows_affected() == 1)
+}
+
+/// Whether a job is still leased so, and locks it.
+async fn holds(
+    connection: &mut MySqlConnection,
+    schema: &Schema,
+    lease: Lease,
+) -> sqlx::Result<bool> {
+    let held: Option<(i64, i64)> = sqlx::query_as(sql(
+        schema,
+        "select token, leased_by from jobq_jobs where id = ? for update",
+    ))
+    .bind(lease.job.0)
+    .fetch_optional(connection)
+    .await?;
+    Ok(held == Some((lease.token.0, lease.session.0)))
 }

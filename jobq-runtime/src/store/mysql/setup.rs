@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::is_connection_loss;
 
-/// The first versions with SKIP LOCKED and expressions as defaults.
+/// The first versions with SKIP LOCKED, expressions as defaults, and checks that are not ignored.
 const OLDEST_MYSQL: [u32; 3] = [8, 0, 16];
 const OLDEST_MARIADB: [u32; 3] = [10, 6, 0];
 

@@ -8,12 +8,12 @@ use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::mysql::MySqlRow;
 
-use super::claim::{counters, limits};
+use super::claim::{close_statement, counters, limits};
 use super::due::{DUE, Key, LOCK_JOBS, Range, jobs_by_id};
 use super::settle::forget_statement;
 use super::{
     Checkout, Floor, HeldJob, Horizon, LIST, LiveSession, MysqlStore, Result, Shift, UnleasedJob,
-    again, execute, get, is_set, list, literal, literals, number, rows, within,
+    again, execute, get, is_set, list, literal, literals, number, rows, within, written,
 };
 
 /// How many jobs one statement looks through.
@@ -106,36 +106,33 @@ impl MysqlStore {
     /// Looks for expired sessions by a plain read, and closes each by its id: a delete that reads
     /// the table would wait for every heartbeat and claim.
     ///
-    /// It waits a while for claims that pinned the session, then leaves it for a later pass; a heartbeat
-    /// that comes too late finds no row. The jobs are looked for in a later statement, which sees
-    /// every claim.
+    /// One that is locked is left for a later pass: a claim has pinned it, or a heartbeat is about to
+    /// extend it. A heartbeat that comes too late finds no row. The jobs are looked for in a later
+    /// statement, which sees every claim.
     pub(super) async fn close_expired_sessions(&self) -> sqlx::Result<Vec<SessionId>> {
-        let expired = self.rows(&format!("select id from jobq_sessions where {EXPIRED}")).await?;
-        let expired: Vec<i64> =
-            expired.iter().map(|row| get(row, "id")).collect::<sqlx::Result<_>>()?;
-        for session in expired {
-            let closed = again(|| async {
-                self.rows(&format!(
-                    "begin;
-                     select id from jobq_sessions where id = {session} for update;
-                     insert into jobq_closed_sessions (id, worker, leased_until)
-                     select id, worker, leased_until
-                     from jobq_sessions
-                     where id = {session} and {EXPIRED};
-                     delete from jobq_sessions
-                     where id = {session}
-                       and exists (select 1 from jobq_closed_sessions where id = {session});
-                     commit"
-                ))
-                .await
-            });
-            match closed.await {
-                Err(error) if number(&error) == Some(LOCK_WAIT) => (),
-                closed => drop(closed?),
+        let expired = self.ids(&format!("select id from jobq_sessions where {EXPIRED}")).await?;
+        for some in expired.chunks(LIST) {
+            let some = list(some.iter().copied());
+            let unlocked = format!(
+                "select id from jobq_sessions force index (primary)
+                 where id in ({some})
+                 for update skip locked"
+            );
+            for session in self.ids(&unlocked).await? {
+                let close = close_statement(session, EXPIRED);
+                match again(|| self.rows(&close)).await {
+                    // It is locked now.
+                    Err(error) if number(&error) == Some(LOCK_WAIT) => (),
+                    closed => drop(closed?),
+                }
             }
         }
-        let closed = self.rows("select id from jobq_closed_sessions order by id").await?;
-        closed.iter().map(|row| Ok(SessionId(get(row, "id")?))).collect()
+        let closed = self.ids("select id from jobq_closed_sessions order by id").await?;
+        Ok(closed.into_iter().map(SessionId).collect())
+    }
+
+    async fn ids(&self, text: &str) -> sqlx::Result<Vec<i64>> {
+        self.rows(text).await?.iter().map(|row| get(row, "id")).collect()
     }
 
     /// No index has `leased_by`: all jobs are read, page by page, so that no statement runs long.
@@ -382,8 +379,10 @@ impl MysqlStore {
         }
         let moved = held.len() as u64;
         let ids = list(held);
-        let write =
-            format!("update jobq_jobs force index (primary) set {set} where id in ({ids}); commit");
+        let write = format!(
+            "update jobq_jobs force index (primary) set {set} where id in ({ids}); {}; commit",
+            written(moved as usize)
+        );
         execute(&mut connection, &self.schema, &write).await?;
         connection.hand_back();
         Ok(moved)

@@ -196,9 +196,7 @@ impl SqliteStore {
             .collect())
     }
 
-    /// Whoever has the write lock knows that every earlier writer has ended: there is nothing
-    /// else to ask.
-    /// Under the write lock: nobody else is still writing before it.
+    /// Under the write lock, so that a claim that only looks knows how far it has seen.
     pub(super) async fn now(&self) -> sqlx::Result<Timestamp> {
         let schema = self.schema.clone();
         let now: i64 = self
@@ -210,6 +208,8 @@ impl SqliteStore {
         Ok(Timestamp(now))
     }
 
+    /// Whoever has the write lock knows that every earlier writer has ended: there is nothing
+    /// else to ask.
     pub(super) async fn horizon(&self) -> sqlx::Result<Horizon> {
         let now = self.now().await?;
         Ok(Horizon { now, oldest_running: now.0, newest: now.0 })
