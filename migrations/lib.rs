@@ -75,24 +75,48 @@ impl Migration {
 /// Every step for a database, in order.
 pub fn all(dialect: Dialect) -> &'static [Migration] {
     match dialect {
-        Dialect::Postgres => &[Migration {
-            version: 1,
-            name: "jobs",
-            dialect: Dialect::Postgres,
-            text: include_str!("postgres/0001_jobs.sql"),
-        }],
-        Dialect::Mysql => &[Migration {
-            version: 1,
-            name: "jobs",
-            dialect: Dialect::Mysql,
-            text: include_str!("mysql/0001_jobs.sql"),
-        }],
-        Dialect::Sqlite => &[Migration {
-            version: 1,
-            name: "jobs",
-            dialect: Dialect::Sqlite,
-            text: include_str!("sqlite/0001_jobs.sql"),
-        }],
+        Dialect::Postgres => &[
+            Migration {
+                version: 1,
+                name: "jobs",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0001_jobs.sql"),
+            },
+            Migration {
+                version: 2,
+                name: "unique",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0002_unique.sql"),
+            },
+        ],
+        Dialect::Mysql => &[
+            Migration {
+                version: 1,
+                name: "jobs",
+                dialect: Dialect::Mysql,
+                text: include_str!("mysql/0001_jobs.sql"),
+            },
+            Migration {
+                version: 2,
+                name: "unique",
+                dialect: Dialect::Mysql,
+                text: include_str!("mysql/0002_unique.sql"),
+            },
+        ],
+        Dialect::Sqlite => &[
+            Migration {
+                version: 1,
+                name: "jobs",
+                dialect: Dialect::Sqlite,
+                text: include_str!("sqlite/0001_jobs.sql"),
+            },
+            Migration {
+                version: 2,
+                name: "unique",
+                dialect: Dialect::Sqlite,
+                text: include_str!("sqlite/0002_unique.sql"),
+            },
+        ],
     }
 }
 

@@ -186,7 +186,7 @@ async fn follow(
     let jobs = missing.into_iter().map(|copy| resize::new(copy.source, copy.target, copy.width));
     let enqueued = jobq::enqueue_many(client, jobs).await?;
     progress.say(&format!("enqueued: {} jobs", enqueued.len()));
-    album.add(enqueued.iter().map(|job| job.id));
+    album.add(enqueued.iter().map(|job| job.id()));
     finish(client, album, progress).await;
     Ok(())
 }

@@ -181,7 +181,7 @@ impl Session {
     /// Enqueues a job of jobq on this connection: in its open transaction, if there is one.
     pub(crate) async fn enqueue(&mut self, job: jobq::NewJob) -> jobq::Result<jobq::JobId> {
         let enqueued = on!(self, connection => job.enqueue(connection).await?);
-        Ok(enqueued.id)
+        Ok(enqueued.id())
     }
 }
 

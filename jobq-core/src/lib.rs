@@ -17,3 +17,4 @@ pub mod queue;
 pub mod retry;
 pub mod text;
 pub mod time;
+pub mod unique;

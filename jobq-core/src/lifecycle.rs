@@ -16,7 +16,8 @@
 //! | settle: cancel | running → cancelled | lease | [`settle`], [`rescue`] |
 //! | complete in transaction | running → completed | lease | the handler's transaction |
 //! | cancel | waiting, pending → cancelled | unleased | an operator |
-//! | redrive | dead, cancelled → pending | the row still there; old id and token kept | an operator |
+//! | redrive | dead, cancelled → pending | the row still there, no twin has its key; old id and token kept | an operator |
+//! | replace | pending → pending, waiting → waiting | unleased; of a job unique until it starts: never claimed | a twin's enqueue |
 //! | sweep: hurry | pending → pending, express | unleased, token | a late find |
 //! | sweep: park | pending → waiting | unleased, token, no live session knows the kind | – |
 //! | sweep: unpark | waiting → pending | unleased, token, a live session knows the kind | – |

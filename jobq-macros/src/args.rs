@@ -8,6 +8,7 @@
 use std::time::Duration;
 
 use jobq_core::retry::Backoff;
+use jobq_core::unique::{OnConflict, Unique, UniqueScope};
 use jobq_core::{duration, queue};
 use proc_macro2::{Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote};
@@ -50,6 +51,7 @@ pub(crate) struct Options {
     pub(crate) priority: Option<Value<i16>>,
     pub(crate) backoff: Option<BackoffOptions>,
     pub(crate) retention: Option<Value<Duration>>,
+    pub(crate) unique: Option<UniqueOptions>,
     pub(crate) krate: Option<Path>,
     pub(crate) register: bool,
 }
@@ -60,6 +62,15 @@ pub(crate) struct BackoffOptions {
     pub(crate) factor: Option<Value<f64>>,
     pub(crate) cap: Option<Value<Duration>>,
     pub(crate) span: Span,
+}
+
+/// What was given as `unique` or in `unique(...)`.
+#[derive(Default)]
+pub(crate) struct UniqueOptions {
+    /// The parameters named in `by(...)`.
+    pub(crate) by: Option<Vec<Ident>>,
+    pub(crate) scope: Option<UniqueScope>,
+    pub(crate) on_conflict: Option<OnConflict>,
 }
 
 /// The value of an option.
@@ -82,6 +93,7 @@ const OPTIONS: &[(&str, &str)] = &[
     ("priority", "priority = 0"),
     ("backoff", "backoff(base = \"5s\", factor = 2.0, cap = \"1h\")"),
     ("retention", "retention = \"7d\""),
+    ("unique", "unique(by(image_id), scope = \"until_started\", on_conflict = \"replace\")"),
     ("crate", "crate = \"my::jobq\""),
     ("register", "register = false"),
 ];
@@ -89,6 +101,17 @@ const OPTIONS: &[(&str, &str)] = &[
 /// What there is in `backoff(...)`.
 const BACKOFF_OPTIONS: &[(&str, &str)] =
     &[("base", "base = \"5s\""), ("factor", "factor = 2.0"), ("cap", "cap = \"1h\"")];
+
+/// What there is in `unique(...)`.
+const UNIQUE_OPTIONS: &[(&str, &str)] = &[
+    ("by", "by(image_id)"),
+    ("scope", "scope = \"until_started\""),
+    ("on_conflict", "on_conflict = \"replace\""),
+    ("max_wait", "max_wait = \"1m\""),
+];
+
+/// The options that need no value.
+const FLAGS: &[&str] = &["unique"];
 
 /// What people call things elsewhere.
 const OTHER_WORDS: &[(&str, &str)] = &[
@@ -108,6 +131,13 @@ const OTHER_WORDS: &[(&str, &str)] = &[
     ("initial", "base"),
     ("multiplier", "factor"),
     ("max", "cap"),
+    ("dedupe", "unique"),
+    ("args", "by"),
+    ("keys", "by"),
+    ("until", "scope"),
+    ("for", "scope"),
+    ("period", "scope"),
+    ("conflict", "on_conflict"),
 ];
 
 impl Options {
@@ -124,6 +154,7 @@ impl Options {
             priority: None,
             backoff: None,
             retention: None,
+            unique: None,
             krate: None,
             register: true,
         };
@@ -140,6 +171,7 @@ impl Options {
                 "priority" => options.priority = entry.number(problems),
                 "backoff" => options.backoff = entry.backoff(problems),
                 "retention" => options.retention = entry.duration(problems),
+                "unique" => options.unique = entry.unique(problems),
                 "crate" => options.krate = entry.path(problems),
                 "register" => options.register = entry.bool(problems).unwrap_or(true),
                 _ => {} // `entries` lets only the keys of `OPTIONS` through.
@@ -173,6 +205,8 @@ struct Entry {
 enum Given {
     Value(Expr),
     List(TokenTree, TokenStream),
+    /// Its name alone, as those of [`FLAGS`] may be given.
+    Name,
 }
 
 /// Splits `key = value, key(list), ...` and refuses unknown and repeated keys.
@@ -257,6 +291,7 @@ fn entry(
         return Ok(None);
     }
     seen.push(ident.clone());
+    let given = if FLAGS.contains(key) { given.or(Some(Given::Name)) } else { given };
     let Some(given) = given else {
         problems.at(&ident, format!("`{key}` needs a value; write `{example}`"));
         return Ok(None);
@@ -434,6 +469,7 @@ impl Entry {
                 problems.at(list, format!("`{}` takes one value: `{}`", self.key, self.example));
                 None
             }
+            Given::Name => None,
         }
     }
 
@@ -466,6 +502,7 @@ impl Entry {
                 problems.at(value, words);
                 return Vec::new();
             }
+            Given::Name => return Vec::new(),
         };
         let mut names = Vec::new();
         let refuse = |place: TokenStream, problems: &mut Problems| {
@@ -559,6 +596,7 @@ impl Entry {
                 problems.at(value, format!("`backoff` takes a list: `{}`", self.example));
                 return None;
             }
+            Given::Name => return None,
         };
         let mut backoff =
             BackoffOptions { base: None, factor: None, cap: None, span: self.ident.span() };
@@ -587,6 +625,122 @@ impl Entry {
             return None;
         }
         Some(backoff)
+    }
+}
+
+impl Entry {
+    fn unique(self, problems: &mut Problems) -> Option<UniqueOptions> {
+        let mut unique = UniqueOptions::default();
+        let (tree, list) = match self.given {
+            Given::Name => return Some(unique),
+            Given::List(tree, list) => (tree, list),
+            Given::Value(value) => {
+                let words = format!("`unique` stands alone or takes a list: `{}`", self.example);
+                problems.at(value, words);
+                return None;
+            }
+        };
+        let (mut max_wait, mut debounces) = (None, None);
+        for entry in entries(list, "`unique`", UNIQUE_OPTIONS, problems) {
+            let place = entry.ident.clone();
+            match entry.key {
+                "by" => unique.by = entry.parameters(problems),
+                "scope" => unique.scope = entry.scope(problems),
+                "on_conflict" => {
+                    let word = entry.string(problems)?;
+                    match &*word.value() {
+                        "skip" => unique.on_conflict = Some(OnConflict::Skip),
+                        "error" => unique.on_conflict = Some(OnConflict::Error),
+                        "replace" => unique.on_conflict = Some(OnConflict::Replace),
+                        "debounce" => debounces = Some(word),
+                        _ => problems.at(
+                            word,
+                            "`on_conflict` is \"skip\", \"error\", \"replace\" or \"debounce\"",
+                        ),
+                    }
+                }
+                "max_wait" => max_wait = entry.time(problems).map(|time| (place, time)),
+                _ => {} // `entries` lets only the keys of `UNIQUE_OPTIONS` through.
+            }
+        }
+        match (debounces, max_wait) {
+            (Some(_), Some((_, max_wait))) => {
+                unique.on_conflict = Some(OnConflict::Debounce { max_wait });
+            }
+            (Some(word), None) => problems.at(
+                word,
+                "\"debounce\" needs the longest time that the first job may be put off: \
+                 `max_wait = \"1m\"`",
+            ),
+            (None, Some((place, _))) => {
+                problems.at(place, "`max_wait` is for `on_conflict = \"debounce\"` only");
+            }
+            (None, None) => {}
+        }
+        let checked = Unique {
+            by: None,
+            scope: unique.scope.unwrap_or(Unique::DEFAULT.scope),
+            on_conflict: unique.on_conflict.unwrap_or(Unique::DEFAULT.on_conflict),
+        };
+        if let Some(words) = checked.problem() {
+            problems.at(tree, words);
+        }
+        Some(unique)
+    }
+
+    /// The names in `by(...)`.
+    fn parameters(self, problems: &mut Problems) -> Option<Vec<Ident>> {
+        let (tree, list) = match self.given {
+            Given::List(tree, list) => (tree, list),
+            Given::Value(value) => {
+                problems.at(value, format!("`by` takes a list of parameters: `{}`", self.example));
+                return None;
+            }
+            Given::Name => return None,
+        };
+        if list.is_empty() {
+            problems.at(tree, Unique::by(&[]).problem().unwrap_or_default());
+            return None;
+        }
+        let mut names: Vec<Ident> = Vec::new();
+        for item in split_at_commas(list) {
+            match syn::parse2::<Ident>(ungroup_tokens(item.clone())) {
+                Ok(name) if names.contains(&name) => {
+                    problems.at(&name, format!("`{name}` is given twice; give it once"));
+                }
+                Ok(name) => names.push(name),
+                Err(_) => {
+                    let words = format!("`by` takes names of parameters: `{}`", self.example);
+                    problems.at(item, words);
+                }
+            }
+        }
+        Some(names)
+    }
+
+    /// A word, or how long.
+    fn scope(self, problems: &mut Problems) -> Option<UniqueScope> {
+        let text = self.string(problems)?;
+        Some(match &*text.value() {
+            "until_started" => UniqueScope::UntilStarted,
+            "until_finished" => UniqueScope::UntilFinished,
+            "forever" => UniqueScope::Forever,
+            time => match duration::parse(time) {
+                Ok(time) => UniqueScope::For(time),
+                Err(error) => {
+                    let words = "`scope` is \"until_started\", \"until_finished\", \"forever\" or a \
+                                 duration";
+                    problems.at(text, format!("{words}: {error}"));
+                    return None;
+                }
+            },
+        })
+    }
+
+    /// A duration that is written out.
+    fn time(self, problems: &mut Problems) -> Option<Duration> {
+        let text = self.string(problems)?;
+        duration::parse(&text.value()).map_err(|error| problems.at(text, error)).ok()
     }
 }
 
@@ -724,6 +878,11 @@ mod tests {
             let (_, words) = read(&format!("backoff({example})"));
             assert_eq!(words, [""; 0], "{key}");
         }
+        for (key, example) in UNIQUE_OPTIONS {
+            let debounce = if *key == "max_wait" { "on_conflict = \"debounce\"," } else { "" };
+            let (_, words) = read(&format!("unique({debounce} {example})"));
+            assert_eq!(words, [""; 0], "{key}");
+        }
     }
 
     #[test]
@@ -799,7 +958,8 @@ mod tests {
             ("time_out", Some("timeout")),
             ("back_off", Some("backoff")),
             ("krate", Some("crate")),
-            ("unique", None),
+            ("uniqe", Some("unique")),
+            ("dedupe", Some("unique")),
             ("cron", None),
             ("x", None),
             ("colour", None),
@@ -808,6 +968,47 @@ mod tests {
         }
         assert_eq!(nearest("max", BACKOFF_OPTIONS), Some("cap"));
         assert_eq!(nearest("queue", BACKOFF_OPTIONS), None);
+    }
+
+    #[test]
+    fn what_makes_a_job_unique_is_read() {
+        let (options, words) = read("unique");
+        assert_eq!(words, [""; 0]);
+        let unique = options.unique.expect("it was given");
+        assert!(unique.by.is_none() && unique.scope.is_none() && unique.on_conflict.is_none());
+        let (options, words) = read(
+            r#"unique(by(a, b,), scope = "1h30m", on_conflict = "debounce", max_wait = "2d")"#,
+        );
+        assert_eq!(words, [""; 0]);
+        let unique = options.unique.expect("it was given");
+        assert_eq!(unique.by.expect("given"), ["a", "b"]);
+        assert_eq!(unique.scope, Some(UniqueScope::For(Duration::from_secs(5_400))));
+        let max_wait = Duration::from_secs(2 * 86_400);
+        assert_eq!(unique.on_conflict, Some(OnConflict::Debounce { max_wait }));
+    }
+
+    #[test]
+    fn what_would_keep_no_twin_out_is_refused() {
+        for (text, part) in [
+            ("unique = true", "stands alone"),
+            ("unique(by())", "by no parameter"),
+            ("unique(by = a)", "list of parameters"),
+            ("unique(by(a, a))", "given twice"),
+            ("unique(by(a.b))", "names of parameters"),
+            ("unique(scope = \"0s\")", "keeps no job out"),
+            ("unique(scope = \"until_done\")", "until_started"),
+            ("unique(scope = 3)", "string literal"),
+            ("unique(on_conflict = \"merge\")", "\"debounce\""),
+            ("unique(on_conflict = \"debounce\")", "max_wait"),
+            ("unique(on_conflict = \"debounce\", max_wait = \"0s\")", "longer than 0s"),
+            ("unique(on_conflict = \"skip\", max_wait = \"1s\")", "for `on_conflict"),
+            ("unique(until = \"1h\")", "did you mean `scope`"),
+            ("unique(key = 1)", "has no option"),
+        ] {
+            let words = read(text).1;
+            assert!(words.iter().any(|words| words.contains(part)), "{text}: {words:?}");
+            assert_eq!(words.len(), 1, "{text}: {words:?}");
+        }
     }
 
     #[test]

@@ -11,13 +11,14 @@
 
 use std::time::Duration;
 
+use jobq_core::unique::{OnConflict, UniqueScope};
 use proc_macro2::{Group, Ident, Literal, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::ext::IdentExt;
 use syn::spanned::Spanned;
 use syn::{Expr, ReturnType, Type};
 
-use crate::args::{BackoffOptions, Number, Options, Value};
+use crate::args::{BackoffOptions, Number, Options, UniqueOptions, Value};
 use crate::handler::{Form, JobFn, Param, Role};
 
 /// The expansion of a function without mistakes.
@@ -404,7 +405,7 @@ impl<'a> Writer<'a> {
         };
         let some = |value| quote!(::core::option::Option::Some(#value));
         let Options { queue, lease, timeout, max_attempts, .. } = self.options;
-        let Options { max_crashes, priority, backoff, retention, .. } = self.options;
+        let Options { max_crashes, priority, backoff, retention, unique, .. } = self.options;
         let fields = [
             queue.as_ref().map(|it| field("queue", None, it.to_token_stream())),
             lease.as_ref().map(|it| field("lease", it.place(), duration(it))),
@@ -414,6 +415,7 @@ impl<'a> Writer<'a> {
             priority.as_ref().map(|it| field("priority", it.place(), number(it))),
             backoff.as_ref().map(|it| field("backoff", it.place(), self.backoff(it))),
             retention.as_ref().map(|it| field("retention", it.place(), some(duration(it)))),
+            unique.as_ref().map(|it| field("unique", None, some(self.unique(it)))),
         ];
         let others = fields.iter().any(Option::is_none);
         let others = others.then(|| quote!(..#jobq::JobOptions::DEFAULT));
@@ -433,6 +435,36 @@ impl<'a> Writer<'a> {
         quote!(#private::Backoff { base: #base, factor: #factor, cap: #cap })
     }
 
+    fn unique(&self, unique: &UniqueOptions) -> TokenStream {
+        let jobq = &self.jobq;
+        let mut written = quote!(#jobq::Unique::DEFAULT);
+        if let Some(by) = &unique.by {
+            let named = |name| move |param: &&Param| param.name.as_ref() == Some(name);
+            let key = |name| self.function.payload().find(named(name))?.key();
+            let keys = by.iter().filter_map(key);
+            written = quote!(#jobq::Unique::by(&[#(#keys),*]));
+        }
+        match unique.scope {
+            None | Some(UniqueScope::UntilFinished) => {}
+            Some(UniqueScope::UntilStarted) => written.extend(quote!(.until_started())),
+            Some(UniqueScope::Forever) => written.extend(quote!(.forever())),
+            Some(UniqueScope::For(time)) => {
+                let time = literal_duration(time);
+                written.extend(quote!(.lasting(#time)));
+            }
+        }
+        let on_conflict = match unique.on_conflict {
+            None | Some(OnConflict::Skip) => return written,
+            Some(OnConflict::Error) => quote!(Error),
+            Some(OnConflict::Replace) => quote!(Replace),
+            Some(OnConflict::Debounce { max_wait }) => {
+                let max_wait = literal_duration(max_wait);
+                quote!(Debounce { max_wait: #max_wait })
+            }
+        };
+        quote!(#written.on_conflict(#jobq::OnConflict::#on_conflict))
+    }
+
     /// Options with these fields, checked; what is wrong is an error from the
     /// `first` to the `last` place.
     fn checked(&self, fields: &TokenStream, first: Span, last: Span) -> TokenStream {
@@ -450,11 +482,13 @@ impl<'a> Writer<'a> {
 fn duration(value: &Value<Duration>) -> TokenStream {
     match value {
         Value::Const(value) => typed(&quote!(::core::time::Duration), value),
-        Value::Literal(duration) => {
-            let millis = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
-            quote!(::core::time::Duration::from_millis(#millis))
-        }
+        Value::Literal(duration) => literal_duration(*duration),
     }
+}
+
+fn literal_duration(duration: Duration) -> TokenStream {
+    let millis = u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    quote!(::core::time::Duration::from_millis(#millis))
 }
 
 fn number<T: Number + ToTokens>(value: &Value<T>) -> TokenStream {

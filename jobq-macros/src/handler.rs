@@ -129,6 +129,7 @@ impl JobFn {
         }
         self.params = params;
         self.check_payload(problems);
+        self.check_unique(options, problems);
         self.check_return(problems);
     }
 
@@ -224,6 +225,39 @@ impl JobFn {
         }
     }
 
+    /// Checks that jobs are unique by parameters that there are.
+    fn check_unique(&self, options: &Options, problems: &mut Problems) {
+        let Some(by) = options.unique.as_ref().and_then(|unique| unique.by.as_ref()) else {
+            return;
+        };
+        for name in by {
+            let words = match self.params.iter().find(|param| param.name.as_ref() == Some(name)) {
+                Some(param) if !matches!(param.role, Role::Payload { .. }) => {
+                    format!("`{name}` is injected, not stored; name a parameter of the payload")
+                }
+                Some(Param { role: Role::Payload { form: Form::Whole, .. }, .. }) => format!(
+                    "`{name}` is the whole payload; leave `by` out, or name its fields at enqueue: \
+                     `.unique(Unique::by(&[\"…\"]))`"
+                ),
+                Some(param) if param.key().is_none() => format!(
+                    "`{name}` has no key of its own in the payload; leave `by` out, or name its \
+                     fields at enqueue: `.unique(Unique::by(&[\"…\"]))`"
+                ),
+                Some(_) => continue,
+                None => {
+                    let names = self.payload().filter_map(|param| param.name.as_ref());
+                    let names: Vec<String> = names.map(|name| format!("`{name}`")).collect();
+                    let there = match names.len() {
+                        0 => "the function has none".to_owned(),
+                        _ => format!("there are {}", names.join(", ")),
+                    };
+                    format!("no parameter of the payload is named `{name}`; {there}")
+                }
+            };
+            problems.at(name, words);
+        }
+    }
+
     fn check_return(&self, problems: &mut Problems) {
         let ReturnType::Type(_, ty) = &self.sig.output else { return };
         let (place, words) = match first_misfit(ty.to_token_stream(), true) {
@@ -299,7 +333,7 @@ impl Param {
     }
 
     /// The key in the payload's JSON, as far as it is known here.
-    fn key(&self) -> Option<String> {
+    pub(crate) fn key(&self) -> Option<String> {
         let Role::Payload { serde, .. } = &self.role else { return None };
         let mut key = self.name.as_ref()?.unraw().to_string();
         for meta in serde.iter().flat_map(serde_metas) {

@@ -89,12 +89,33 @@ mod handler;
 /// | `priority = 1` | from 4 (first) to -4 (last) within its queue | 0 |
 /// | `backoff(base = "2s", factor = 2.0, cap = "10m")` | the wait before a retry | 5 s, 2.0, 1 h |
 /// | `retention = "7d"` | how long a finished job is kept | the queue's |
+/// | `unique`, `unique(…)` | of jobs with equal parameters only one is to be; see below | no |
 /// | `crate = "my::jobq"` | where jobq is, if renamed or re-exported | `::jobq` |
 /// | `register = false` | leaves it to you to give the job to the runtime | `true` |
 ///
 /// Durations are written `"250ms"`, `"30s"`, `"1h30m"`, `"7d"`. Durations and numbers can be
 /// `const` expressions too: `timeout = MY_TIMEOUT`.
 ///
+/// # Unique jobs
+///
+/// With `unique` a job keeps its *twins* out: those with equal parameters. What is in
+/// `unique(…)`:
+///
+/// | Option | Meaning | Default |
+/// |---|---|---|
+/// | `by(image_id)` | the parameters that make two jobs twins | all |
+/// | `scope = "until_finished"` | until it is completed, dead or cancelled | this |
+/// | `scope = "until_started"` | until it is claimed for the first time | |
+/// | `scope = "1h"` | for this long from when it was enqueued | |
+/// | `scope = "forever"` | for ever | |
+/// | `on_conflict = "skip"` | a twin is not written; its enqueue returns the id of the one there | this |
+/// | `on_conflict = "error"` | a twin's enqueue fails, and writes nothing | |
+/// | `on_conflict = "replace"` | the one there is given the twin's payload, time and priority | |
+/// | `on_conflict = "debounce", max_wait = "1m"` | the same, but put off by no more than `max_wait` | |
+///
+/// [`Unique`] says more, and how to choose for each job.
+///
+/// [`Unique`]: ../jobq/struct.Unique.html
 /// [`NewJob`]: ../jobq/struct.NewJob.html
 /// [`Job`]: ../jobq/trait.Job.html
 /// [`Inject`]: ../jobq/trait.Inject.html
@@ -204,7 +225,8 @@ mod tests {
     #[test]
     fn no_change_of_a_right_token_stream_makes_the_macro_panic() {
         let options = r#"queue = "a", lease = "1s", backoff(base = "1s", factor = 1.5), aliases("x"),
-            max_attempts = 3, priority = -1, timeout = T, crate = "a::b", register = true"#;
+            max_attempts = 3, priority = -1, timeout = T, crate = "a::b", register = true,
+            unique(by(image_id, a), scope = "1h", on_conflict = "debounce", max_wait = "1m")"#;
         let items = [
             RESIZE,
             "#[a] pub(in a::b) fn f(#[serde(default, rename = \"x\", with = \"a\")] mut a: Vec<u8>, \
@@ -239,6 +261,10 @@ mod tests {
         "register",
         "true",
         "unique",
+        "by",
+        "scope",
+        "on_conflict",
+        "max_wait",
     ];
 
     const ITEM_WORDS: &[&str] = &[

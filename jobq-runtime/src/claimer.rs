@@ -564,6 +564,7 @@ mod tests {
             max_crashes: 3,
             tags: Vec::new(),
             metadata: None,
+            unique: None,
         };
         worker.store.insert(vec![moved]).await.expect("the sweep commits");
         drop(sweeping);

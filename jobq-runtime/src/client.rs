@@ -5,11 +5,11 @@ use std::sync::Arc;
 use jobq_core::job::JobId;
 use jobq_core::payload::DEFAULT_LIMIT;
 
-use crate::enqueue::EnqueueTarget;
 use crate::enqueue::sealed::Sealed;
+use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::job::CheckedJob;
-use crate::store::{CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Schema, Store};
+use crate::store::{CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Redriven, Schema, Store};
 
 /// jobq in one database: enqueues jobs, shows and mends them, and is what a
 /// [`Runtime`](crate::Runtime) runs on.
@@ -406,7 +406,9 @@ impl Client {
     /// [`DeadFilter::id`], and no reason, also one cancelled job. Returns their ids, which stay the
     /// same.
     ///
-    /// Redriving twice makes one job.
+    /// Redriving twice makes one job. A unique job whose key another job has by now stays as it is;
+    /// [`DeadJob::duplicate_of`] says which. Those that start anew hold their key again if they hold it
+    /// until they are finished.
     ///
     /// # Errors
     ///
@@ -415,12 +417,14 @@ impl Client {
     pub async fn redrive(&self, filter: &DeadFilter) -> Result<Vec<JobId>> {
         const BATCH: usize = 1_000;
         let mut all: Vec<JobId> = Vec::new();
+        let mut after = JobId(i64::MIN);
         loop {
             // In id order and never back: a job that dies again meanwhile is left for the next call.
-            let after = all.last().copied().unwrap_or(JobId(i64::MIN));
-            let ids = self.store.redrive(filter, after, BATCH as u32).await?;
-            let last = ids.len() < BATCH;
-            all.extend(ids);
+            let Redriven { jobs, duplicates } =
+                self.store.redrive(filter, after, BATCH as u32).await?;
+            let last = jobs.len() + duplicates.len() < BATCH;
+            after = jobs.last().max(duplicates.last()).copied().unwrap_or(after);
+            all.extend(jobs);
             if last {
                 return Ok(all);
             }
@@ -439,7 +443,7 @@ impl EnqueueTarget for &Client {
         (self.store.schema().clone(), self.payload_limit)
     }
 
-    async fn write(self, jobs: Vec<CheckedJob>, _: Schema) -> Result<Vec<JobId>> {
+    async fn write(self, jobs: Vec<CheckedJob>, _: Schema) -> Result<Vec<Enqueued>> {
         self.store.insert(jobs).await
     }
 }
@@ -457,7 +461,7 @@ impl<T: EnqueueTarget> EnqueueTarget for Within<'_, T> {
         self.client.settings()
     }
 
-    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<Enqueued>> {
         self.transaction.write(jobs, schema).await
     }
 }

@@ -7,12 +7,33 @@ use crate::error::Result;
 use crate::job::{CheckedJob, NewJob};
 use crate::store::Schema;
 
-/// A job that was written.
+/// What became of a job that was enqueued.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-#[non_exhaustive]
-pub struct Enqueued {
-    /// Its id.
-    pub id: JobId,
+pub enum Enqueued {
+    /// It was written, under this id.
+    Inserted(JobId),
+    /// It is unique and has a twin, which keeps it out: it was not written.
+    Existing {
+        /// The twin's id.
+        id: JobId,
+        /// Whether the twin was given this job's payload, time and priority, as
+        /// [`OnConflict::Replace`](crate::OnConflict::Replace) asks for. It was not if it is running.
+        replaced: bool,
+    },
+}
+
+impl Enqueued {
+    /// The id of the job that was written, or of its twin.
+    pub fn id(self) -> JobId {
+        match self {
+            Self::Inserted(id) | Self::Existing { id, .. } => id,
+        }
+    }
+
+    /// Whether the job was written, and has not met a twin.
+    pub fn is_new(self) -> bool {
+        matches!(self, Self::Inserted(_))
+    }
 }
 
 /// Where jobs can be enqueued: a `&Client`, a `&PgPool`, `&MySqlPool` or `&SqlitePool`, or `&mut` a
@@ -33,13 +54,13 @@ pub trait EnqueueTarget: sealed::Sealed + Send + Sized {
         (Schema::default(), DEFAULT_LIMIT)
     }
 
-    /// Writes jobs that were checked, all or none, and returns their ids in the order given.
+    /// Writes jobs that were checked, all or none, and tells of each in the order given.
     #[doc(hidden)]
     fn write(
         self,
         jobs: Vec<CheckedJob>,
         schema: Schema,
-    ) -> impl Future<Output = Result<Vec<JobId>>> + Send;
+    ) -> impl Future<Output = Result<Vec<Enqueued>>> + Send;
 }
 
 /// Checks and writes jobs; the one road for every target.
@@ -49,8 +70,7 @@ pub(crate) async fn enqueue(
 ) -> Result<Vec<Enqueued>> {
     let (schema, limit) = target.settings();
     let jobs = jobs.into_iter().map(|job| job.check(limit)).collect::<Result<Vec<_>>>()?;
-    let ids = target.write(jobs, schema).await?;
-    Ok(ids.into_iter().map(|id| Enqueued { id }).collect())
+    target.write(jobs, schema).await
 }
 
 pub(crate) mod sealed {
@@ -70,8 +90,8 @@ pub(crate) mod sealed {
 ///
 /// # Cancel safety
 ///
-/// If the future is dropped, the jobs are written all or none. Only on MySQL and MariaDB, in a
-/// transaction of yours, more than 500 of them may be written in part: roll it back.
+/// If the future is dropped, the jobs are written all or none. But in a transaction of yours, unique
+/// jobs, and on MySQL and MariaDB any, may be written in part: roll it back.
 pub async fn enqueue_many(
     target: impl EnqueueTarget,
     jobs: impl IntoIterator<Item = NewJob>,

@@ -95,6 +95,14 @@ pub enum Error {
         "your transaction cannot be serialised with another one; roll it back and run it again"
     )]
     Serialization(#[source] sqlx::Error),
+    /// A unique job has a twin, and that was to be an error. Nothing was written.
+    #[error("{kind} is a duplicate of {}", twin(*.existing))]
+    Duplicate {
+        /// The kind of job.
+        kind: String,
+        /// The twin; `None` if it is in the same call.
+        existing: Option<JobId>,
+    },
     /// A payload cannot be stored.
     #[error("cannot enqueue {kind}: {source}")]
     Payload {
@@ -184,6 +192,13 @@ pub enum StartProblem {
     },
 }
 
+fn twin(existing: Option<JobId>) -> String {
+    match existing {
+        Some(id) => format!("job {id}"),
+        None => "another job of the same call".to_owned(),
+    }
+}
+
 fn list(problems: &[StartProblem]) -> String {
     let mut text = String::new();
     for problem in problems {
@@ -208,9 +223,20 @@ impl fmt::Debug for Error {
 impl Error {
     /// Names what was being done when the driver failed.
     pub(crate) fn database(action: &'static str) -> impl FnOnce(sqlx::Error) -> Self {
-        move |source| match missing_tables(&source) {
-            Some(dialect) => Self::Schema { found: 0, needed: jobq_migrations::needed(dialect) },
+        move |source| match missing(&source) {
+            Some((dialect, found)) => {
+                Self::Schema { found, needed: jobq_migrations::needed(dialect) }
+            }
             None => Self::Database { action, source },
+        }
+    }
+
+    /// What the driver said, if that is what failed.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn into_driver_error(self) -> std::result::Result<sqlx::Error, Self> {
+        match self {
+            Self::Database { source, .. } | Self::Serialization(source) => Ok(source),
+            other => Err(other),
         }
     }
 
@@ -227,15 +253,24 @@ impl Error {
     }
 }
 
-/// The database whose statement failed because jobq's tables, or their schema, are not there.
-fn missing_tables(error: &sqlx::Error) -> Option<jobq_migrations::Dialect> {
+/// The database whose statement failed because jobq's tables, or their schema, are not there, or are
+/// from before a column was added; and the version that they have.
+fn missing(error: &sqlx::Error) -> Option<(jobq_migrations::Dialect, i64)> {
+    use jobq_migrations::Dialect::{Mysql, Postgres, Sqlite};
+
     let sqlx::Error::Database(error) = error else { return None };
-    match &*error.code()? {
-        "42P01" | "3F000" => Some(jobq_migrations::Dialect::Postgres),
-        "42S02" => Some(jobq_migrations::Dialect::Mysql),
-        "1" if error.message().contains("no such table") => Some(jobq_migrations::Dialect::Sqlite),
-        _ => None,
-    }
+    let says = |words| error.message().contains(words);
+    let (dialect, is_column) = match &*error.code()? {
+        "42P01" | "3F000" => (Postgres, false),
+        "42703" => (Postgres, true),
+        "42S02" => (Mysql, false),
+        "42S22" => (Mysql, true),
+        "1" if says("no such table") => (Sqlite, false),
+        "1" if says("no such column") || says("has no column") => (Sqlite, true),
+        _ => return None,
+    };
+    // Only the second step has added anything so far: columns, and this table.
+    Some((dialect, i64::from(is_column || says("uniques"))))
 }
 
 /// Whether a driver error says nothing about the statement itself.

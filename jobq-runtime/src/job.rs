@@ -7,6 +7,7 @@ use jobq_core::payload::{self, PayloadError};
 use jobq_core::queue::{DEFAULT_QUEUE, check_name, check_priority};
 use jobq_core::retry::Backoff;
 use jobq_core::time::{TimeOutOfRange, Timestamp};
+use jobq_core::unique::{OnConflict, Unique, UniqueScope};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -14,6 +15,7 @@ use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::handler::{Handler, Need};
 use crate::store::tags_json;
+use crate::unique::{self, UniqueKey};
 
 /// A job function's twin type, made by `#[job]`.
 ///
@@ -55,6 +57,8 @@ pub struct JobOptions {
     /// How long a job is kept once its worker has completed or cancelled it; `Some(0)` deletes it at
     /// once. Default: what the queue says.
     pub retention: Option<Duration>,
+    /// Which of its jobs are twins, of which only one is to be. Default: none.
+    pub unique: Option<Unique>,
 }
 
 impl JobOptions {
@@ -68,6 +72,7 @@ impl JobOptions {
         priority: 0,
         backoff: Backoff::DEFAULT,
         retention: None,
+        unique: None,
     };
 
     /// The shortest lease that can be renewed in time: 1 s.
@@ -113,6 +118,11 @@ impl JobOptions {
             self.backoff.base.as_nanos() <= self.backoff.cap.as_nanos(),
             "`backoff` needs a `base` that is not longer than its `cap`"
         );
+        if let Some(unique) = self.unique
+            && let Some(problem) = unique.problem()
+        {
+            panic!("{}", problem);
+        }
         self
     }
 }
@@ -160,6 +170,11 @@ pub struct NewJob {
     pub(crate) max_crashes: u32,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: serde_json::Map<String, serde_json::Value>,
+    pub(crate) unique: Option<Unique>,
+    /// Whether `unique` is the function's own, whose parameters there are.
+    pub(crate) unique_is_own: bool,
+    /// What makes it unique instead of its payload.
+    pub(crate) unique_key: Option<Cow<'static, str>>,
 }
 
 /// When a new job is wanted.
@@ -183,6 +198,9 @@ impl NewJob {
             max_crashes: options.max_crashes,
             tags: Vec::new(),
             metadata: serde_json::Map::new(),
+            unique: options.unique,
+            unique_is_own: true,
+            unique_key: None,
         }
     }
 
@@ -236,6 +254,31 @@ impl NewJob {
         self
     }
 
+    /// Makes the job unique, or unique in another way than its function says.
+    ///
+    /// Parameters are named as the payload has them: as the function's, or as `#[serde(rename)]` says.
+    /// One that this job's payload does not have is an error at enqueue.
+    pub fn unique(mut self, unique: Unique) -> Self {
+        self.unique = Some(unique);
+        self.unique_is_own = false;
+        self
+    }
+
+    /// Makes the job unique by a text instead of its parameters, such as an idempotency key: of jobs
+    /// of one kind those with the same text are twins.
+    pub fn unique_key(mut self, key: impl Into<Cow<'static, str>>) -> Self {
+        self.unique.get_or_insert(Unique::DEFAULT);
+        self.unique_key = Some(key.into());
+        self
+    }
+
+    /// Enqueues the job whether or not it has a twin, and keeps no twin out.
+    pub fn not_unique(mut self) -> Self {
+        self.unique = None;
+        self.unique_key = None;
+        self
+    }
+
     /// Writes the job.
     ///
     /// The target is a [`Client`](crate::Client), a pool, a connection or **your own open
@@ -244,12 +287,14 @@ impl NewJob {
     /// # Errors
     ///
     /// [`Error::Payload`], [`Error::BadName`], [`Error::TimeOutOfRange`] and [`Error::BadOption`]
-    /// for what was wrong with the job (nothing was written), [`Error::CommitUnknown`] when the
-    /// connection broke after the job was sent, and database errors.
+    /// for what was wrong with the job, [`Error::Duplicate`] when it has a twin and that is to be an
+    /// error (nothing was written in both cases), [`Error::CommitUnknown`] when the connection broke
+    /// after the job was sent, and database errors.
     ///
     /// # Cancel safety
     ///
-    /// If the future is dropped the job is either written whole or not at all.
+    /// If the future is dropped the job is either written whole or not at all. But in a transaction of
+    /// yours, a unique job may be written without keeping its twins out: roll it back.
     pub async fn enqueue(self, target: impl EnqueueTarget) -> Result<Enqueued> {
         let enqueued = crate::enqueue::enqueue(target, vec![self]).await?;
         Ok(enqueued[0])
@@ -292,6 +337,15 @@ impl NewJob {
                 problem: error.to_string(),
             })?)
         };
+        let unique = match self.unique {
+            Some(unique) => {
+                if self.unique_key.is_none() && !self.unique_is_own {
+                    check_parameters(&unique, &payload)?;
+                }
+                Some(checked_unique(unique, &kind, &payload, self.unique_key)?)
+            }
+            None => None,
+        };
         let job = CheckedJob {
             priority: check_priority(self.priority)?,
             kind,
@@ -302,6 +356,7 @@ impl NewJob {
             max_crashes: self.max_crashes,
             tags: self.tags,
             metadata,
+            unique,
         };
         let size = job.size();
         if size > payload_limit {
@@ -310,6 +365,41 @@ impl NewJob {
         }
         Ok(job)
     }
+}
+
+/// Refuses names that the payload does not have: all jobs would be twins because of a typing error.
+fn check_parameters(unique: &Unique, payload: &str) -> Result<()> {
+    match unique.by.unwrap_or_default().iter().find(|name| !unique::has(payload, name)) {
+        None => Ok(()),
+        Some(name) => Err(Error::BadOption {
+            option: "unique",
+            problem: format!("the payload has no parameter {name:?}"),
+        }),
+    }
+}
+
+fn checked_unique(
+    unique: Unique,
+    kind: &str,
+    payload: &str,
+    given: Option<Cow<'static, str>>,
+) -> Result<CheckedUnique> {
+    let problem = match (&given, unique.problem()) {
+        (_, Some(problem)) => Some(problem),
+        (Some(given), None) if given.is_empty() => Some("the key is empty"),
+        _ => None,
+    };
+    if let Some(problem) = problem {
+        return Err(Error::BadOption { option: "unique", problem: problem.to_owned() });
+    }
+    Ok(CheckedUnique {
+        key: match given {
+            Some(given) => UniqueKey::given(kind, &given),
+            None => UniqueKey::of_payload(kind, payload, unique.by),
+        },
+        scope: unique.scope,
+        on_conflict: unique.on_conflict,
+    })
 }
 
 /// A new job that is fit to be written.
@@ -324,6 +414,15 @@ pub struct CheckedJob {
     pub(crate) max_crashes: u32,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: Option<String>,
+    pub(crate) unique: Option<CheckedUnique>,
+}
+
+/// How a checked job is unique.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CheckedUnique {
+    pub(crate) key: UniqueKey,
+    pub(crate) scope: UniqueScope,
+    pub(crate) on_conflict: OnConflict,
 }
 
 impl CheckedJob {

@@ -36,6 +36,7 @@ mod settler;
 mod store;
 #[cfg(feature = "runtime")]
 mod sweep;
+mod unique;
 mod wake;
 #[cfg(feature = "runtime")]
 mod worker;
@@ -51,6 +52,7 @@ pub use handler::{
     BoxError, Call, Control, Inject, IntoOutcome, Need, State, cancel, discard, retry_after, snooze,
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
+pub use jobq_core::unique::{OnConflict, Unique, UniqueScope};
 #[cfg(feature = "runtime")]
 pub use runtime::{DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime};
 pub use store::{

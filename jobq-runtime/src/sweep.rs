@@ -22,6 +22,7 @@ use crate::store::{
     DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, QueueFloor, Settled, Settlement,
     Shift, Store, UnleasedJob,
 };
+use crate::unique::UniqueKey;
 use crate::worker::Worker;
 
 /// The time between two passes: jobs of dead workers wait for them.
@@ -97,6 +98,7 @@ pub(crate) async fn run(worker: Arc<Worker>) {
         complained: None,
         search_at: Instant::now(),
         last: None,
+        keys_to: None,
         careful_until: Instant::now() + CAREFUL,
     };
     // Spread the processes of a fleet that started together.
@@ -118,6 +120,8 @@ struct Sweep<'w> {
     search_at: Instant,
     /// The database's time in the last pass, and when that was here.
     last: Option<(Timestamp, Instant)>,
+    /// Up to where the keys of unique jobs were looked through; `None` is the beginning.
+    keys_to: Option<UniqueKey>,
     careful_until: Instant,
 }
 
@@ -169,7 +173,19 @@ impl Sweep<'_> {
         let text = serde_json::to_string(&notes).unwrap_or_default();
         store.note_duty(DUTY, holder, &text).await?;
         let pruned = while_full(|| store.prune(STEP)).await?;
+        self.prune_keys().await?;
         Ok(found.whole && pruned)
+    }
+
+    /// Looks through a part of the keys of unique jobs; the next pass goes on from there.
+    async fn prune_keys(&mut self) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            self.keys_to = self.worker.store.prune_keys(self.keys_to, STEP).await?;
+            if self.keys_to.is_none() || started.elapsed() > STEP_TIME {
+                return Ok(());
+            }
+        }
     }
 
     /// Says once a minute which due jobs nobody can run.

@@ -33,7 +33,7 @@ async fn failing() -> Result<(), String> {
 }
 
 async fn r1_an_error_is_retried_with_its_backoff_until_the_attempts_are_used(bed: Bed) {
-    let id = failing::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = failing::enqueue(&bed.client).await.expect("enqueued").id();
     let info = bed.run_until_final(jobs![failing], id).await;
     assert_eq!(info.state, JobState::Dead);
     assert_eq!(info.death_reason, Some(DeathReason::Exhausted));
@@ -64,7 +64,7 @@ async fn choosing(ctx: &JobContext) -> Result<(), Control> {
 }
 
 async fn r2_a_handler_may_choose_when_it_is_retried(bed: Bed) {
-    let id = choosing::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = choosing::enqueue(&bed.client).await.expect("enqueued").id();
     let info = bed.run_until_final(jobs![choosing], id).await;
     assert_eq!((info.state, info.attempt), (JobState::Completed, 2));
     assert_eq!(info.attempts[0].error, "again");
@@ -76,7 +76,7 @@ async fn snoozing(ctx: &JobContext) -> Result<(), Control> {
 }
 
 async fn r2_a_snooze_costs_no_attempt(bed: Bed) {
-    let id = snoozing::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = snoozing::enqueue(&bed.client).await.expect("enqueued").id();
     let info = bed.run_until_final(jobs![snoozing], id).await;
     assert_eq!((info.state, info.attempt, info.token.0), (JobState::Completed, 1, 4));
     assert!(info.attempts.is_empty());
@@ -88,7 +88,7 @@ async fn discarding() -> Result<(), Control> {
 }
 
 async fn r2_a_discarded_job_is_dead_at_once(bed: Bed) {
-    let id = discarding::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = discarding::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run(jobs![discarding]).await;
     let dead = bed.client.dead(&DeadFilter::all().reason(DeathReason::Discarded), 10).await;
     let dead = dead.expect("the database can be asked");
@@ -102,7 +102,7 @@ async fn cancelling_itself() -> Result<(), Control> {
 }
 
 async fn r2_a_job_may_cancel_itself(bed: Bed) {
-    let id = cancelling_itself::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = cancelling_itself::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run(jobs![cancelling_itself]).await;
     assert_eq!(bed.job(id).await.state, JobState::Cancelled);
 }
@@ -113,7 +113,7 @@ async fn adding(a: i64, b: i64) -> Result<i64, String> {
 }
 
 async fn r2_a_returned_value_is_kept_as_the_result(bed: Bed) {
-    let id = adding::enqueue(&bed.client, 40, 2).await.expect("enqueued").id;
+    let id = adding::enqueue(&bed.client, 40, 2).await.expect("enqueued").id();
     bed.run(jobs![adding]).await;
     let info = bed.job(id).await;
     assert_eq!(info.result.as_deref(), Some("42"));
@@ -127,8 +127,8 @@ async fn panicking(n: i64) {
 }
 
 async fn r3_a_panic_is_a_failure_with_its_message(bed: Bed) {
-    let id = panicking::enqueue(&bed.client, 7).await.expect("enqueued").id;
-    let fine = panicking::enqueue(&bed.client, 101).await.expect("enqueued").id;
+    let id = panicking::enqueue(&bed.client, 7).await.expect("enqueued").id();
+    let fine = panicking::enqueue(&bed.client, 101).await.expect("enqueued").id();
     bed.run(jobs![panicking]).await;
     let info = bed.job(id).await;
     assert_eq!(info.state, JobState::Dead);
@@ -143,7 +143,7 @@ async fn failing_strangely() -> Result<(), String> {
 }
 
 async fn r3_an_error_that_cannot_be_stored_as_it_is_is_stored_all_the_same(bed: Bed) {
-    let id = failing_strangely::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = failing_strangely::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run(jobs![failing_strangely]).await;
     let info = bed.job(id).await;
     assert_eq!(info.state, JobState::Dead);
@@ -152,7 +152,7 @@ async fn r3_an_error_that_cannot_be_stored_as_it_is_is_stored_all_the_same(bed: 
 }
 
 async fn r4_a_dead_job_is_redriven_with_its_attempts_counted_anew(bed: Bed) {
-    let id = failing::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = failing::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run_until_final(jobs![failing], id).await;
     let redriven = bed.client.redrive(&DeadFilter::id(id)).await.expect("it can be redriven");
     assert_eq!(redriven, [id]);
@@ -180,7 +180,7 @@ async fn renamed_parameter(count: u32) {
 }
 
 async fn r5_a_payload_that_does_not_fit_is_dead_at_once_with_its_place(bed: Bed) {
-    let id = older::old::enqueue(&bed.client, "seven".to_owned()).await.expect("enqueued").id;
+    let id = older::old::enqueue(&bed.client, "seven".to_owned()).await.expect("enqueued").id();
     bed.run(jobs![renamed_parameter]).await;
     let info = bed.job(id).await;
     assert_eq!(info.death_reason, Some(DeathReason::Undecodable));
@@ -195,7 +195,7 @@ async fn dawdling() {
 }
 
 async fn f8_a_run_past_its_timeout_is_a_failure(bed: Bed) {
-    let id = dawdling::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = dawdling::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run(jobs![dawdling]).await;
     let info = bed.job(id).await;
     assert_eq!(info.attempts[0].reason, AttemptReason::TimedOut);
@@ -210,7 +210,7 @@ fn plain(n: u32, ctx: &JobContext) -> Result<u32, String> {
 }
 
 async fn s4_a_plain_function_runs_under_the_same_rules(bed: Bed) {
-    let id = plain::enqueue(&bed.client, 21).await.expect("enqueued").id;
+    let id = plain::enqueue(&bed.client, 21).await.expect("enqueued").id();
     let definition = jobs![plain];
     bed.run(definition).await;
     assert_eq!(bed.job(id).await.attempts[0].error, "once more");
@@ -223,7 +223,7 @@ fn plain_panicking() {
 }
 
 async fn s4_a_plain_function_that_panics_is_a_failure(bed: Bed) {
-    let id = plain_panicking::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = plain_panicking::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run(jobs![plain_panicking]).await;
     assert_eq!(bed.job(id).await.attempts[0].error, "panicked: no thread of yours");
 }
@@ -234,7 +234,7 @@ async fn forgotten(ctx: &JobContext) -> Result<(), Control> {
 }
 
 async fn l3_retention_zero_leaves_nothing(bed: Bed) {
-    let id = forgotten::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = forgotten::enqueue(&bed.client).await.expect("enqueued").id();
     while bed.client.job(id).await.expect("asked") != jobq::Lookup::Gone {
         bed.run(jobs![forgotten]).await;
     }
@@ -251,7 +251,7 @@ fn late_but_done(ctx: &JobContext) -> Result<i64, String> {
 }
 
 async fn s4_a_plain_function_that_completes_after_its_timeout_has_completed(bed: Bed) {
-    let id = late_but_done::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = late_but_done::enqueue(&bed.client).await.expect("enqueued").id();
     bed.run(jobs![late_but_done]).await;
     let info = bed.job(id).await;
     assert_eq!((info.state, info.result.as_deref()), (JobState::Completed, Some("7")));
@@ -271,14 +271,14 @@ async fn throwing_a_bomb() {
 }
 
 async fn r3_a_panic_with_a_value_that_panics_is_a_failure(bed: Bed) {
-    let id = throwing_a_bomb::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = throwing_a_bomb::enqueue(&bed.client).await.expect("enqueued").id();
     let ended = bed.run(jobs![throwing_a_bomb]).await;
     assert_eq!((ended.dead, ended.leases_lost, ended.abandoned), (1, 0, 0), "{ended:?}");
     assert_eq!(bed.job(id).await.death_reason, Some(DeathReason::Exhausted));
 }
 
 async fn l3_a_job_cancelled_before_it_ran_is_kept_whatever_its_retention(bed: Bed) {
-    let id = forgotten::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = forgotten::enqueue(&bed.client).await.expect("enqueued").id();
     bed.client.cancel(id).await.expect("asked");
     bed.run(jobs![forgotten]).await;
     assert_eq!(bed.job(id).await.state, JobState::Cancelled);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
-use jobq::{JobContext, JobState, QueueOptions, State, job, jobs};
+use jobq::{Enqueued, JobContext, JobState, QueueOptions, State, job, jobs};
 
 use crate::bed::{Bed, on_every_database};
 
@@ -20,6 +20,7 @@ on_every_database! {
     s3_a_pending_job_is_cancelled_at_once
     a_running_job_that_ignores_its_cancellation_is_dropped_after_a_grace
     l3_retention_is_the_jobs_then_the_queues
+    e5_of_twins_one_is_run_and_then_the_next_may_come
     dropping_the_runtime_drops_its_jobs
 }
 
@@ -54,7 +55,7 @@ async fn s7_run_until_idle_leaves_scheduled_jobs_alone(bed: Bed) {
     let log = Log::default();
     noting::enqueue(&bed.client, 1).await.expect("enqueued");
     let later = noting::new(2).delay(Duration::from_secs(3_600));
-    let later = later.enqueue(&bed.client).await.expect("enqueued").id;
+    let later = later.enqueue(&bed.client).await.expect("enqueued").id();
     let runtime = bed.runtime(jobs![noting]).state(log.clone());
     assert_eq!(runtime.run_until_idle().await.expect("it runs").completed, 1);
     assert_eq!(bed.job(later).await.state, JobState::Pending);
@@ -72,9 +73,9 @@ async fn e3_priority_decides_among_due_jobs(bed: Bed) {
 async fn e3_a_delayed_job_runs_when_it_is_due(bed: Bed) {
     let log = Log::default();
     let id = noting::new(7).delay(Duration::from_millis(400)).enqueue(&bed.client).await;
-    let id = id.expect("enqueued").id;
+    let id = id.expect("enqueued").id();
     let past = noting::new(8).run_at(SystemTime::UNIX_EPOCH).enqueue(&bed.client).await;
-    let past = past.expect("a past time means now").id;
+    let past = past.expect("a past time means now").id();
     let client = bed.client.clone();
     let done = async move {
         while !matches!(client.job(id).await, Ok(jobq::Lookup::Found(info)) if info.state.is_final())
@@ -108,7 +109,7 @@ async fn e3_what_was_given_at_enqueue_reaches_the_handler(bed: Bed) {
         .enqueue(&bed.client)
         .await
         .expect("enqueued")
-        .id;
+        .id();
     let runtime = bed.runtime(jobs![describing]).queue("side", 1);
     runtime.run_until_idle().await.expect("it runs");
     let result = bed.job(id).await.result;
@@ -135,7 +136,7 @@ async fn e6_an_idle_worker_starts_a_job_that_commits_later(bed: Bed) {
 async fn rare() {}
 
 async fn r5_a_job_of_an_unknown_kind_waits_until_somebody_knows_it(bed: Bed) {
-    let id = rare::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = rare::enqueue(&bed.client).await.expect("enqueued").id();
     let client = bed.client.clone();
     let parked = async move {
         while !matches!(client.job(id).await, Ok(jobq::Lookup::Found(info)) if info.state == JobState::Waiting)
@@ -167,13 +168,13 @@ async fn new_name(n: u8) -> Result<u8, String> {
 }
 
 async fn u4_a_job_under_a_former_name_is_run(bed: Bed) {
-    let id = former::old_name::enqueue(&bed.client, 3).await.expect("enqueued").id;
+    let id = former::old_name::enqueue(&bed.client, 3).await.expect("enqueued").id();
     bed.run(jobs![new_name]).await;
     assert_eq!(bed.job(id).await.result.as_deref(), Some("3"));
 }
 
 async fn s3_a_pending_job_is_cancelled_at_once(bed: Bed) {
-    let id = snug::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = snug::enqueue(&bed.client).await.expect("enqueued").id();
     assert_eq!(bed.client.cancel(id).await.expect("asked"), jobq::CancelReply::Cancelled);
     assert_eq!(bed.run(jobs![snug]).await.completed, 0);
     let again = bed.client.cancel(id).await.expect("asked");
@@ -189,7 +190,7 @@ async fn deaf(State(started): State<Arc<AtomicUsize>>) {
 }
 
 async fn a_running_job_that_ignores_its_cancellation_is_dropped_after_a_grace(bed: Bed) {
-    let id = deaf::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = deaf::enqueue(&bed.client).await.expect("enqueued").id();
     let started = Arc::new(AtomicUsize::new(0));
     let (client, running) = (bed.client.clone(), started.clone());
     let cancelled = async move {
@@ -208,12 +209,39 @@ async fn a_running_job_that_ignores_its_cancellation_is_dropped_after_a_grace(be
     assert_eq!(bed.job(id).await.state, JobState::Cancelled);
 }
 
+#[job(unique(by(n), on_conflict = "replace"))]
+async fn once(n: i64, note: String, State(log): State<Log>) {
+    log.lock().expect("no handler panics").push(n * 100 + note.len() as i64);
+}
+
+async fn e5_of_twins_one_is_run_and_then_the_next_may_come(bed: Bed) {
+    let log = Log::default();
+    let new = |n, note: &str| once::new(n, note.to_owned());
+    let told = jobq::enqueue_many(&bed.client, [new(1, "a"), new(2, "a"), new(1, "ab")]).await;
+    let told = told.expect("enqueued");
+    assert!(told[0].is_new() && told[1].is_new());
+    assert_eq!(told[2], Enqueued::Existing { id: told[0].id(), replaced: true });
+    let again = once::enqueue(&bed.client, 2, "abc".to_owned()).await.expect("enqueued");
+    assert_eq!(again, Enqueued::Existing { id: told[1].id(), replaced: true });
+    let run = async || {
+        let runtime = bed.runtime(jobs![once]).state(log.clone());
+        runtime.run_until_idle().await.expect("it runs").completed
+    };
+    assert_eq!(run().await, 2);
+    let mut ran = log.lock().expect("no handler panics").clone();
+    ran.sort_unstable();
+    assert_eq!(ran, [102, 203], "with what was enqueued last");
+    let next = once::enqueue(&bed.client, 1, String::new()).await.expect("enqueued");
+    assert!(next.is_new());
+    assert_eq!(run().await, 1);
+}
+
 #[job(retention = "10d")]
 async fn keeping() {}
 
 async fn l3_retention_is_the_jobs_then_the_queues(bed: Bed) {
-    let kept = keeping::enqueue(&bed.client).await.expect("enqueued").id;
-    let dropped = snug::enqueue(&bed.client).await.expect("enqueued").id;
+    let kept = keeping::enqueue(&bed.client).await.expect("enqueued").id();
+    let dropped = snug::enqueue(&bed.client).await.expect("enqueued").id();
     let runtime = bed
         .runtime(jobs![keeping, snug])
         .queue("default", QueueOptions::new().retention(Duration::ZERO));
@@ -229,7 +257,7 @@ async fn brief(State(started): State<Arc<AtomicUsize>>) {
 }
 
 async fn dropping_the_runtime_drops_its_jobs(bed: Bed) {
-    let id = brief::enqueue(&bed.client).await.expect("enqueued").id;
+    let id = brief::enqueue(&bed.client).await.expect("enqueued").id();
     let started = Arc::new(AtomicUsize::new(0));
     let runtime = bed.runtime(jobs![brief]).state(started.clone());
     let run = tokio::spawn(runtime.run_until(std::future::pending()));

@@ -142,7 +142,7 @@ async fn produce(url: String, client: Client, producer: usize, end: Instant) -> 
         }
         let began = Instant::now();
         let ids = if turn % 5 == 4 {
-            counted::enqueue(&client).await.map(|enqueued| vec![enqueued.id])
+            counted::enqueue(&client).await.map(|enqueued| vec![enqueued.id()])
         } else {
             transaction(&mut connection, producer, turn).await
         };
@@ -181,7 +181,7 @@ async fn transaction(
     let jobs = (0..turn % 13).map(|n| counted::new().priority((n % 9) - 4));
     let many = enqueue_many(&mut tx, jobs).await?;
     let one = counted::enqueue(&mut tx).await?;
-    let ids = many.into_iter().chain([one]).map(|enqueued| enqueued.id).collect();
+    let ids = many.into_iter().chain([one]).map(|enqueued| enqueued.id()).collect();
     if is_withdrawn(turn) {
         tx.rollback().await.expect("rolls back");
     } else {

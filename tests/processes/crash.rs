@@ -55,7 +55,7 @@ async fn a_killed_worker_loses_and_doubles_nothing(bed: Bed) {
 }
 
 async fn a_worker_that_wakes_after_its_lease_writes_nothing(bed: Bed) {
-    let id = late_effect::enqueue(&bed.client, "gate".to_owned()).await.expect("enqueued").id;
+    let id = late_effect::enqueue(&bed.client, "gate".to_owned()).await.expect("enqueued").id();
     let late = bed.worker("late", &[]);
     bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
     late.signal(SIGSTOP);
@@ -92,7 +92,7 @@ async fn a_worker_that_wakes_after_its_lease_writes_nothing(bed: Bed) {
 
 /// Its process lost the lease, and knows it: that is no crash.
 async fn a_paused_worker_gives_back_what_nobody_else_took(bed: Bed) {
-    let id = effect::enqueue(&bed.client, 600_000).await.expect("enqueued").id;
+    let id = effect::enqueue(&bed.client, 600_000).await.expect("enqueued").id();
     let worker = bed.worker("paused", &[]);
     bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
     let now = bed.db.now();
@@ -122,7 +122,7 @@ async fn a_paused_worker_gives_back_what_nobody_else_took(bed: Bed) {
 }
 
 async fn a_poison_job_dies_alone(bed: Bed) {
-    let poison = poison::enqueue(&bed.client).await.expect("enqueued").id;
+    let poison = poison::enqueue(&bed.client).await.expect("enqueued").id();
     let innocents = (0..30).map(|_| effect::new(300)).collect::<Vec<_>>();
     jobq::enqueue_many(&bed.client, innocents).await.expect("enqueued");
     // It has waited long enough after its start to rescue at once.

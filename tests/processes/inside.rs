@@ -47,7 +47,7 @@ async fn a_job_that_must_run_alone_waits_for_every_runtime_of_its_process(bed: B
         .enqueue(&bed.client)
         .await
         .expect("enqueued");
-    let suspect = quick::enqueue(&bed.client, 0).await.expect("enqueued").id;
+    let suspect = quick::enqueue(&bed.client, 0).await.expect("enqueued").id();
     let mark = format!("update jobq.jobs set crashes = 1 where id = {suspect}");
     bed.db.execute(&mark).await.expect("marks");
     let stop = tokio_util::sync::CancellationToken::new();

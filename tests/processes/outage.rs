@@ -74,7 +74,7 @@ async fn produce(client: Client, stop: CancellationToken) -> Vec<JobId> {
     let mut promised = Vec::new();
     while !stop.is_cancelled() {
         if let Ok(enqueued) = effect::enqueue(&client, 0).await {
-            promised.push(enqueued.id);
+            promised.push(enqueued.id());
         }
         // The workers are to get to the others.
         tokio::time::sleep(Duration::from_millis(10)).await;

@@ -50,7 +50,7 @@ async fn a_second_signal_stops_now(bed: Bed) {
     worker.signal(SIGTERM);
     // The first signal is taken when claiming has stopped: a new job is left alone.
     loop {
-        let id = effect::enqueue(&bed.client, 1).await.expect("enqueued").id;
+        let id = effect::enqueue(&bed.client, 1).await.expect("enqueued").id();
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
         let waiting = format!("select count(*) from jobq.jobs where id = {id} and token = 0");
         if bed.db.number(&waiting).await == 1 {
@@ -66,8 +66,8 @@ async fn a_second_signal_stops_now(bed: Bed) {
 }
 
 async fn a_running_job_is_cancelled_through_the_heartbeat(bed: Bed) {
-    let obedient = patient::enqueue(&bed.client, true).await.expect("enqueued").id;
-    let deaf = patient::enqueue(&bed.client, false).await.expect("enqueued").id;
+    let obedient = patient::enqueue(&bed.client, true).await.expect("enqueued").id();
+    let deaf = patient::enqueue(&bed.client, false).await.expect("enqueued").id();
     let _worker = bed.worker("one", &[]);
     bed.until("select count(*) from log where what = 'start'", |n| n == 2).await;
     for id in [obedient, deaf] {

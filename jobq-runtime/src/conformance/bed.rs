@@ -7,6 +7,7 @@ use jobq_core::job::{JobId, Lease, SessionId};
 use jobq_core::lifecycle::Transition;
 use tokio_util::sync::CancellationToken;
 
+use super::sample::ids_of;
 use super::worker::{job, settlement};
 use crate::client::{Client, ClientOptions};
 use crate::context::{Facts, JobContext};
@@ -377,7 +378,7 @@ impl Bed {
 
     /// Writes jobs and returns their ids.
     pub(crate) async fn enqueue(&self, jobs: Vec<CheckedJob>) -> Vec<JobId> {
-        self.store.insert(jobs).await.expect("jobs can be written")
+        ids_of(self.store.insert(jobs).await.expect("jobs can be written"))
     }
 
     /// Writes one plain job of kind `k`.

@@ -140,7 +140,8 @@ pub(super) async fn e1_no_claim_has_seen_past_what_an_open_transaction_wrote(bed
     worker.claim(1).await;
     let pool = bed.sqlite_pool();
     let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
-    let id = super::sample::plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
+    let id =
+        super::sample::plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id();
     let run_after = "select run_after from jobq.jobs";
     let run_after: i64 = sqlx::query_scalar(bed.statement(run_after))
         .fetch_one(&mut *tx)

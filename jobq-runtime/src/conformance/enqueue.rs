@@ -6,7 +6,7 @@ use jobq_core::job::JobId;
 use sqlx::Executor;
 
 use super::bed::{Bed, LEASE, on_pool};
-use super::sample::plain;
+use super::sample::{ids_of, plain};
 use super::wait::join_all;
 use super::worker::job;
 use crate::enqueue::{EnqueueTarget, enqueue_many};
@@ -17,7 +17,7 @@ pub(super) async fn e1_a_job_exists_once_its_transaction_commits(bed: Bed) {
     let worker = bed.session(LEASE, &["k"]).await;
     on_pool!(bed, pool => {
         let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
-        let id = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
+        let id = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id();
         assert_eq!(bed.count("jobs").await, 0, "nobody sees it before the commit");
         tx.commit().await.expect("commits");
         assert_eq!(worker.claim_one().await.lease.job, id);
@@ -81,10 +81,10 @@ pub(super) async fn e1_higher_isolation_levels_commit_and_roll_back_alike(bed: B
     on_pool!(bed, pool => {
         for level in ["repeatable read", "serializable"] {
             let mut tx = pool.begin_with(bed.begin_at(level)).await.expect("begins");
-            let gone = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
+            let gone = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id();
             tx.rollback().await.expect("rolls back");
             let mut tx = pool.begin_with(bed.begin_at(level)).await.expect("begins");
-            let there = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id;
+            let there = plain().enqueue(bed.client.within(&mut tx)).await.expect("enqueues").id();
             assert!(bed.row("jobs", there).await.is_none(), "{level}");
             tx.commit().await.expect("commits");
             assert!(bed.row("jobs", there).await.is_some(), "{level}");
@@ -210,9 +210,9 @@ pub(super) async fn e2_ids_come_in_the_order_of_the_jobs(bed: Bed) {
             let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
             let within = bed.client.within(&mut tx);
             let schema = bed.store.schema().clone();
-            let ids = within.write(of_mixed_kinds(jobs), schema).await.expect("enqueues");
+            let written = within.write(of_mixed_kinds(jobs), schema).await.expect("enqueues");
             tx.commit().await.expect("commits");
-            assert_in_order(&bed, &ids, jobs).await;
+            assert_in_order(&bed, &ids_of(written), jobs).await;
         });
     }
 }

@@ -26,7 +26,7 @@ pub(super) async fn e3_what_was_asked_for_is_given_back_by_the_claim(bed: Bed) {
         .metadata("trace", "00-ab-cd")
         .metadata("nested", serde_json::json!({"a": [1, null, "\u{0}x"]}));
     let before = bed.now().await;
-    let id = asked.enqueue(&bed.client).await.expect("enqueues").id;
+    let id = asked.enqueue(&bed.client).await.expect("enqueues").id();
     let after = bed.now().await;
     let worker = bed.session(LEASE, &["k"]).await;
     let claim = worker.asking("images/eu-1", 1, Floor::START);
@@ -44,7 +44,7 @@ pub(super) async fn e3_what_was_asked_for_is_given_back_by_the_claim(bed: Bed) {
 
 pub(super) async fn e3_a_delayed_job_is_not_claimed_before_its_time(bed: Bed) {
     let before = bed.now().await;
-    let delayed = plain().delay(HOUR).enqueue(&bed.client).await.expect("enqueues").id;
+    let delayed = plain().delay(HOUR).enqueue(&bed.client).await.expect("enqueues").id();
     let run_after = bed.job_row(delayed).await.number("run_after");
     assert!((before + HOUR_MICROS..=bed.now().await + HOUR_MICROS).contains(&run_after));
     let worker = bed.session(LEASE, &["k"]).await;
@@ -55,7 +55,7 @@ pub(super) async fn e3_a_delayed_job_is_not_claimed_before_its_time(bed: Bed) {
 
 pub(super) async fn e3_run_at_is_kept_to_the_microsecond(bed: Bed) {
     let time = SystemTime::UNIX_EPOCH + Duration::from_micros(4_102_444_800_123_456);
-    let id = plain().run_at(time).enqueue(&bed.client).await.expect("enqueues").id;
+    let id = plain().run_at(time).enqueue(&bed.client).await.expect("enqueues").id();
     assert_eq!(bed.job_row(id).await.number("run_after"), 4_102_444_800_123_456);
 }
 
@@ -65,7 +65,7 @@ pub(super) async fn e3_a_time_in_the_past_means_now(bed: Bed) {
     let just_now = SystemTime::now() - Duration::from_millis(500);
     for time in [year_one, SystemTime::UNIX_EPOCH, just_now] {
         let before = bed.now().await;
-        let id = plain().run_at(time).enqueue(&bed.client).await.expect("enqueues").id;
+        let id = plain().run_at(time).enqueue(&bed.client).await.expect("enqueues").id();
         let run_after = bed.job_row(id).await.number("run_after");
         assert!((before..=bed.now().await).contains(&run_after));
     }
@@ -85,7 +85,7 @@ pub(super) async fn e3_times_count_from_the_statement_and_not_from_begin(bed: Be
         let after = bed.now().await;
         tx.commit().await.expect("commits");
         for (job, delay) in ids.iter().zip([0, HOUR_MICROS, 0]) {
-            let run_after = bed.job_row(job.id).await.number("run_after");
+            let run_after = bed.job_row(job.id()).await.number("run_after");
             assert!((before + delay..=after + delay).contains(&run_after));
         }
     });
@@ -108,7 +108,7 @@ pub(super) async fn e3_the_ends_of_every_range_are_taken(bed: Bed) {
         .await
         .expect("every value is allowed")
         .into_iter()
-        .map(|job| job.id)
+        .map(|job| job.id())
         .collect();
     assert_eq!(bed.job_row(ids[0]).await.number("band"), 4);
     assert_eq!(bed.job_row(ids[1]).await.number("band"), -4);

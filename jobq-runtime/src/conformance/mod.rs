@@ -32,6 +32,7 @@ mod second_look;
 mod servers;
 mod settle;
 mod setup;
+mod unique;
 mod wait;
 #[cfg(feature = "postgres")]
 mod wake_up;
@@ -284,10 +285,30 @@ on_every_database! {
         d1_missing_tables_are_an_error_that_names_the_cure
         d1_newer_tables_are_left_as_they_are
         d1_no_name_meets_the_tables_of_another
+        d1_older_tables_are_upgraded_with_all_that_is_in_them
         d1_tables_made_by_hand_are_those_that_migrate_makes
         d1_tables_of_two_names_do_not_mix
         f1_a_view_shows_who_runs_a_job_and_until_when
         s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do;
+    unique:
+        e5_a_debounced_job_is_put_off_but_not_for_ever
+        e5_a_duplicate_that_is_an_error_writes_nothing
+        e5_a_key_is_of_its_kind_and_of_what_was_chosen
+        e5_a_pending_twin_is_replaced_and_a_running_one_is_not
+        e5_a_waiting_twin_is_replaced_and_goes_on_waiting
+        e5_for_a_time_a_key_is_held_whatever_becomes_of_the_job
+        e5_however_a_job_ends_its_key_is_free
+        e5_in_a_transaction_at_any_level_a_twin_is_seen
+        e5_in_bulk_each_job_is_told_what_became_of_it
+        e5_of_many_who_enqueue_twins_at_once_one_writes_it
+        e5_redrives_prunes_and_enqueues_at_once_make_no_twins
+        e5_the_sweep_forgets_keys
+        e5_until_finished_a_job_keeps_its_twins_out
+        e5_until_started_a_retry_does_not_take_its_key_again
+        e5_what_has_started_is_not_replaced_but_followed
+        r4_a_key_for_a_time_is_not_held_again_by_a_redrive
+        r4_a_redriven_job_finds_its_key_held_and_stays_dead
+        r4_what_holds_a_key_until_it_starts_is_redriven_by_whether_it_has;
 }
 
 on_every_server! {
@@ -312,6 +333,12 @@ on_every_server! {
         e1_nothing_is_proved_while_an_older_transaction_is_open;
     look:
         r4_a_locked_dead_letter_holds_up_nobody_else;
+    unique:
+        e5_a_twin_that_came_after_the_snapshot_is_not_overlooked
+        e5_a_twin_that_changed_after_the_snapshot_is_not_replaced_in_vain
+        e5_an_open_transaction_holds_up_neither_a_twin_nor_others
+        e5_half_an_enqueue_keeps_nobody_out
+        e5_the_second_of_two_transactions_waits_for_the_first;
 }
 
 on_mysql_and_mariadb_only! {

@@ -10,11 +10,13 @@ use sqlx::{ConnectOptions, Executor, Row};
 
 use super::bed::{Bed, LEASE};
 use crate::store::mysql::statements::{
-    OWN_SETTINGS, Wanted, expired_statement, finish_statement, forget_statement, held_statement,
-    lease_statement, list, look_statement, next_due_statement, own_options, parked_statement,
+    OWN_SETTINGS, Wanted, expired_statement, finish_statement, forget_statement,
+    held_keys_statement, held_statement, keys_after_statement, lease_statement, list,
+    lock_keys_statement, look_statement, next_due_statement, own_options, parked_statement,
     redrivable_statement, sql, unleased_statement,
 };
 use crate::store::{Floor, Schema};
+use crate::unique::UniqueKey;
 use jobq_core::job::JobId;
 use jobq_core::time::Timestamp;
 
@@ -93,7 +95,7 @@ impl Server {
 /// Jobs of which nine in ten are leased, those before the others; a history, attempts and dead
 /// letters. All jobs of a band have one time, as one insert gives them.
 async fn fill(bed: &Bed, jobs: u32) {
-    for table in ["jobs", "finished", "attempts", "dead"] {
+    for table in ["jobs", "finished", "attempts", "dead", "uniques"] {
         bed.execute(&format!("truncate jobq.{table}")).await;
     }
     let now = bed.now().await;
@@ -144,11 +146,23 @@ async fn fill(bed: &Bed, jobs: u32) {
          select n, 1, 1, 'failed', 'e' from {numbers} where n <= 10000"
     ))
     .await;
+    bed.execute(&format!(
+        "insert into jobq.uniques (unique_key, job_id, scope)
+         select unhex(lpad(hex(n), 64, '0')), n, 'until_finished' from {numbers} where n <= 10000"
+    ))
+    .await;
+}
+
+/// The key of the job with this number.
+fn key(n: u8) -> UniqueKey {
+    let mut key = [0; 32];
+    key[31] = n;
+    UniqueKey(key)
 }
 
 /// Every claim variant and every other statement that could read more than it should.
 pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
-    for table in ["jobs", "finished", "attempts", "dead"] {
+    for table in ["jobs", "finished", "attempts", "dead", "uniques"] {
         bed.execute(&format!("alter table jobq.{table} stats_auto_recalc = 0")).await;
         bed.execute(&format!("analyze table jobq.{table}")).await;
     }
@@ -158,7 +172,7 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
         fill(&bed, jobs).await;
         for statistics in ["old", "new"] {
             if statistics == "new" {
-                for table in ["jobs", "finished", "attempts", "dead"] {
+                for table in ["jobs", "finished", "attempts", "dead", "uniques"] {
                     bed.execute(&format!("analyze table jobq.{table}")).await;
                 }
             }
@@ -198,6 +212,10 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
                 (expired_statement(5), 8),
                 (redrivable_statement("id > 0", JobId(0), 5), 20),
                 ("delete from jobq_jobs where id = 5".to_owned(), 2),
+                (held_keys_statement(&[key(2), key(5)]), 8),
+                (lock_keys_statement(&[key(2), key(5)], "for update"), 8),
+                (keys_after_statement(Some(key(3)), 5), 30),
+                (format!("delete from jobq_uniques where unique_key = x'{}'", key(5)), 2),
             ] {
                 server.assert_reads_little(&when, &text, rows).await;
             }

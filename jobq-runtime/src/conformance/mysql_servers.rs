@@ -12,12 +12,12 @@ use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor};
 use super::bed::{Bed, LEASE, RETENTION};
 use super::enqueue::{assert_in_order, of_mixed_kinds};
 use super::late::{at, pass, publish};
-use super::sample::{new_job, passwords, plain};
+use super::sample::{ids_of, new_job, passwords, plain};
 use super::settle::{completed, snoozed};
 use super::wait::{join_all, until};
 use super::worker::{job, settlement};
 use crate::client::{Client, ClientOptions};
-use crate::enqueue::EnqueueTarget;
+use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::Error;
 use crate::store::mysql::statements::{OWN_SETTINGS, Wanted, own_options, sql};
 use crate::store::{Beat, BeatReply, CancelReply, Floor, Lookup, Schema, Settled};
@@ -94,9 +94,9 @@ pub(super) async fn f2_killed_statements_leave_no_job_in_two_places_or_none(bed:
     let mut to_be_cancelled = Vec::new();
     while std::time::Instant::now() < end {
         if let Ok(more) = bed.store.insert((0..3).map(|_| job("other")).collect()).await {
-            let asked = bed.store.cancel(more[0]).await;
+            let asked = bed.store.cancel(more[0].id()).await;
             if matches!(asked, Ok(CancelReply::Cancelled)) {
-                to_be_cancelled.push(more[0]);
+                to_be_cancelled.push(more[0].id());
             }
             enqueued.extend(more);
         }
@@ -127,7 +127,7 @@ pub(super) async fn f2_killed_statements_leave_no_job_in_two_places_or_none(bed:
     let there = bed.number(&of_kind("jobs")).await + bed.number(&of_kind("finished")).await;
     assert_eq!(there, ids.len() as i64, "none is lost");
     assert!(!enqueued.is_empty(), "some got through");
-    for id in enqueued {
+    for id in enqueued.into_iter().map(Enqueued::id) {
         let found = bed.client.job(id).await.expect("looks");
         let Lookup::Found(job) = found else { panic!("{id} was written, and now: {found:?}") };
         let state = job.state;
@@ -270,7 +270,7 @@ pub(super) async fn e1_ids_follow_the_sessions_increment_and_others_do_not_mix_i
             set(&mut producer, &format!("auto_increment_increment = {increment}")).await;
             for jobs in [1, 2, 300, 700, 1_200] {
                 let written = (&mut producer).write(of_mixed_kinds(jobs), schema()).await;
-                assert_in_order(bed, &written.expect("writes"), jobs).await;
+                assert_in_order(bed, &ids_of(written.expect("writes")), jobs).await;
             }
         }));
     }
@@ -324,11 +324,11 @@ pub(super) async fn e1_many_jobs_are_written_whatever_the_settings(bed: Bed) {
                 })
             })
             .connect_lazy_with(options);
-        let ids = (&pool).write(of_mixed_kinds(600), schema()).await.expect(settings);
-        assert_in_order(&bed, &ids, 600).await;
+        let written = (&pool).write(of_mixed_kinds(600), schema()).await.expect(settings);
+        assert_in_order(&bed, &ids_of(written), 600).await;
         let mut producer = pool.acquire().await.expect("connects");
-        let ids = (&mut producer).write(of_mixed_kinds(600), schema()).await.expect(settings);
-        assert_in_order(&bed, &ids, 600).await;
+        let written = (&mut producer).write(of_mixed_kinds(600), schema()).await.expect(settings);
+        assert_in_order(&bed, &ids_of(written), 600).await;
         let mut tx = producer.begin_with("start transaction").await.expect("begins");
         (&mut tx).write(of_mixed_kinds(600), schema()).await.expect(settings);
         tx.rollback().await.expect("rolls back");
@@ -349,7 +349,7 @@ pub(super) async fn e1_the_sessions_own_settings_do_not_matter(bed: Bed) {
             sqlx::query_scalar(facts).fetch_one(&mut producer).await.expect("reads");
         let earliest = bed.now().await;
         let payload = serde_json::json!({ "text": text, "n": n });
-        let id = new_job(&payload).tag(text).enqueue(&mut producer).await.expect(settings).id;
+        let id = new_job(&payload).tag(text).enqueue(&mut producer).await.expect(settings).id();
         let row = bed.job_row(id).await;
         assert!((earliest..=bed.now().await).contains(&row.number("run_after")), "{settings}");
         let worker = bed.session(LEASE, &["k"]).await;
@@ -374,7 +374,7 @@ pub(super) async fn e4_text_is_kept_whatever_the_connection_says_it_sends(bed: B
         let client = client_of(options(&bed).charset(charset));
         let payload = serde_json::json!({ "text": text });
         let job = new_job(&payload).tag(text).metadata(text, text);
-        let id = job.enqueue(&client).await.expect(charset).id;
+        let id = job.enqueue(&client).await.expect(charset).id();
         let job = bed.session(LEASE, &["k"]).await.claim_one().await;
         assert_eq!(job.lease.job, id);
         assert_eq!(job.payload, payload.to_string(), "{charset}");
@@ -477,7 +477,7 @@ pub(super) async fn f1_the_servers_own_settings_do_not_matter(bed: Bed) {
     pool.execute("set global time_zone = '+09:00'").await.expect("may be set");
     let client = client_of(options(&bed).timezone(None));
     client.check().await.expect("it fits");
-    let id = plain().enqueue(&client).await.expect("enqueues").id;
+    let id = plain().enqueue(&client).await.expect("enqueues").id();
     let worker = bed.session(LEASE, &["k"]).await;
     assert_eq!(worker.claim_one().await.lease.job, id);
     let since = SystemTime::UNIX_EPOCH.elapsed().expect("after 1970").as_micros() as i64;

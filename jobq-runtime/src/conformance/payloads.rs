@@ -54,7 +54,7 @@ fn matrix() -> Matrix {
 /// Sends a payload through the database and reads it as its job function would.
 async fn round_trip<P: Serialize + DeserializeOwned + Send + 'static>(bed: &Bed, payload: &P) -> P {
     let text = jobq_core::payload::encode(payload).expect("it has a JSON form");
-    let id = new_job(payload).enqueue(&bed.client).await.expect("enqueues").id;
+    let id = new_job(payload).enqueue(&bed.client).await.expect("enqueues").id();
     let worker = bed.session(LEASE, &["k"]).await;
     let claimed = worker.claim_one().await;
     assert_eq!(claimed.lease.job, id);

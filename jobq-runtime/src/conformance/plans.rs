@@ -11,8 +11,9 @@ use super::explain::{Server, Statement, statement};
 use super::worker::job;
 use crate::store::Floor;
 use crate::store::postgres::statements::{
-    BURY, CLAIM, EXTEND, FINISH, HELD, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE,
-    PRUNE, REQUEUE, SHIFT, UNLEASED, UNPARK, claim_on,
+    BURY, CLAIM, EXTEND, FINISH, HELD, KEYS_AFTER, LOCK, LOOK, LOOK_AT_CRASHED, LOOK_AT_ENDED,
+    LOOK_AT_JOBS, NEXT_DUE, OWN, PRUNE, PRUNE_KEYS, REQUEUE, REVIVE_DEAD, SHIFT, TAKE, TAKE_OVER,
+    UNLEASED, UNPARK, claim_on,
 };
 
 const CLAIM_STATEMENT: Statement = statement(
@@ -26,7 +27,8 @@ const GUARD_AND_COUNTERS: &str = "int8[], int8[], int8[], int4[], int2[], int4[]
 
 /// Empty tables that PostgreSQL knows to be empty, and goes on believing so.
 async fn believed_empty(bed: &Bed) {
-    for table in ["jobs", "finished", "attempts", "dead", "sessions", "closed_sessions"] {
+    for table in ["jobs", "finished", "attempts", "dead", "sessions", "closed_sessions", "uniques"]
+    {
         bed.execute(&format!("alter table jobq.{table} set (autovacuum_enabled = off)")).await;
         bed.execute(&format!("alter table jobq.{table} set unlogged")).await;
         bed.execute(&format!("analyze jobq.{table}")).await;
@@ -157,6 +159,14 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
         statement("shift", "int8[], int8[], bool", SHIFT),
         statement("unpark", "text[], text[], int8", UNPARK),
         statement("prune", "int8", PRUNE),
+        statement("revive", IDS, REVIVE_DEAD),
+        statement("take_keys", "bytea[], int8[], text[]", TAKE),
+        statement("take_keys_over", "bytea[], int8[], text[], int8[], int8[]", TAKE_OVER),
+        statement("look_at_keys", "bytea[]", LOOK),
+        statement("lock_keys", "bytea[]", LOCK),
+        statement("own_keys", "bytea[], int8[], text[], int8", OWN),
+        statement("keys_after", "bytea, int8", KEYS_AFTER),
+        statement("prune_keys", "bytea[]", PRUNE_KEYS),
     ];
     believed_empty(&bed).await;
     let mut planned_on_empty = Server::connect(&bed).await;
@@ -198,6 +208,12 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
          from generate_series(3000001, 3050000) as n",
     )
     .await;
+    bed.execute(
+        "insert into jobq.uniques (unique_key, job_id, scope)
+         select decode(lpad(to_hex(n), 64, '0'), 'hex'), n, 'until_finished'
+         from generate_series(1, 100000) as n",
+    )
+    .await;
     assert_each_reads_little("planned on empty tables", &mut planned_on_empty, 1).await;
     let mut planned_with_stale_statistics = Server::connect(&bed).await;
     for statement in statements {
@@ -220,7 +236,12 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
     let bands = "array[32767,4,3,2,1,0,-1,-2,-3,-4]::int2[]";
     let far = "'-infinity', 0, 'infinity', 0, 50";
     // Its name and arguments, the most rows it may read of each table, and the most pages.
-    let cases: [Case; 15] = [
+    let keys = |from: i64| {
+        let keys: Vec<String> = (from..from + 50).map(|n| format!("'\\x{n:064x}'")).collect();
+        format!("array[{}]::bytea[]", keys.join(", "))
+    };
+    let scopes = text("'until_finished'");
+    let cases: [Case; 23] = [
         (
             "finish",
             format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")),
@@ -278,11 +299,46 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         ),
         ("unpark", "array['default'], array['k'], 20".to_owned(), &[("jobs", 120.0)], 1_000.0),
         ("prune", "50".to_owned(), &[("finished", 100.0), ("attempts", 50.0)], 2_500.0),
+        ("revive", ids(3_000_000 + first), &[("dead", 100.0), ("jobs", 50.0)], 2_500.0),
+        (
+            "take_keys",
+            format!("{}, {}, {scopes}", keys(first), ids(9_000_001)),
+            &[("uniques", 50.0)],
+            1_000.0,
+        ),
+        (
+            "take_keys_over",
+            format!(
+                "{}, {}, {scopes}, {}, {}",
+                keys(first),
+                ids(9_000_001),
+                ids(first),
+                fifty("0", "int8")
+            ),
+            &[("uniques", 150.0)],
+            1_500.0,
+        ),
+        ("look_at_keys", keys(first + 250), &[("uniques", 50.0), ("jobs", 150.0)], 1_000.0),
+        ("lock_keys", keys(first + 250), &[("uniques", 50.0)], 500.0),
+        (
+            "own_keys",
+            format!("{}, {}, {scopes}, 7", keys(first + 250), ids(first + 250)),
+            &[("uniques", 150.0)],
+            1_500.0,
+        ),
+        (
+            "keys_after",
+            "decode(lpad(to_hex(300), 64, '0'), 'hex'), 50".to_owned(),
+            &[("uniques", 50.0), ("jobs", 50.0)],
+            1_000.0,
+        ),
+        ("prune_keys", keys(first), &[("uniques", 50.0), ("jobs", 50.0)], 1_500.0),
     ];
     for (name, arguments, rows, pages) in cases {
         let plan = server.explain(name, &arguments).await;
         plan.assert_reads_at_most(&format!("{name} {when}"), rows, pages);
-        if first == 1 && !["held", "extend", "next_due"].contains(&name) {
+        let quiet = ["held", "extend", "next_due", "take_keys", "own_keys"];
+        if first == 1 && !quiet.contains(&name) {
             let touched: f64 = rows.iter().map(|(table, _)| plan.rows_read(table)).sum();
             assert!(touched > 0.0, "{name} found nothing: {:#}", plan.0);
         }

@@ -161,7 +161,7 @@ pub(super) async fn e1_nothing_is_proved_while_an_older_transaction_is_open(bed:
     pass(&bed, &mut notes).await;
     super::bed::on_pool!(bed, pool => {
         let mut slow = pool.begin().await.expect("begins");
-        let id = plain().enqueue(bed.client.within(&mut slow)).await.expect("enqueues").id;
+        let id = plain().enqueue(bed.client.within(&mut slow)).await.expect("enqueues").id();
         // It has been open for a minute.
         let minute_ago = bed.seconds_away(-60);
         let late = format!("update jobq.jobs set run_after = {minute_ago} where id = {id}");

@@ -130,6 +130,10 @@ impl Bed {
         columns
             .into_iter()
             .map(|(name, kind)| match &*kind {
+                "bytea" => format!("'{name}', encode({name}, 'hex')"),
+                _ if name == "unique_key" && !self.is_postgres() => {
+                    format!("'{name}', case when {name} is not null then hex({name}) end")
+                }
                 "timestamp with time zone" => format!(
                     "'{name}', case when {name} is null then null
                          when isfinite({name})

@@ -2,10 +2,12 @@
 
 use std::marker::PhantomData;
 
+use jobq_core::job::JobId;
 use jobq_core::outcome::Outcome;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::enqueue::Enqueued;
 use crate::handler::Handler;
 use crate::job::{Job, JobDef, JobOptions, NewJob};
 
@@ -15,6 +17,11 @@ where
     P: Serialize + DeserializeOwned + Send + 'static,
 {
     NewJob::of::<Sample<P>>(payload)
+}
+
+/// The ids of jobs that were enqueued.
+pub(crate) fn ids_of(enqueued: Vec<Enqueued>) -> Vec<JobId> {
+    enqueued.into_iter().map(Enqueued::id).collect()
 }
 
 /// A job of kind `k` without parameters.
@@ -30,6 +37,9 @@ pub(crate) fn passwords() -> impl Iterator<Item = String> {
         .map(str::to_owned)
         .chain("@/?#:\\%&=[]{}^|<>\"'`~!$*()+,; \t".chars().map(|c| format!("hunter2{c}sesame")))
 }
+
+/// The job functions that a runtime of these tests has.
+pub(crate) const JOBS: &[&JobDef] = &[Sample::<serde_json::Value>::DEF];
 
 struct Sample<P>(PhantomData<fn(P)>);
 

@@ -221,7 +221,7 @@ pub(super) async fn f1_the_databases_own_settings_do_not_matter(bed: Bed) {
     assert!(join_all(claims).await.into_iter().sum::<usize>() > 100);
     assert_eq!(bed.number("select count(*) from jobq.jobs where leased_by <> 0").await, 0);
     let time = std::time::SystemTime::UNIX_EPOCH + Duration::from_micros(4_102_444_800_123_456);
-    let id = super::sample::plain().run_at(time).enqueue(&client).await.expect("enqueues").id;
+    let id = super::sample::plain().run_at(time).enqueue(&client).await.expect("enqueues").id();
     assert_eq!(bed.job_row(id).await.number("run_after"), 4_102_444_800_123_456);
     fresh.close().await;
 }

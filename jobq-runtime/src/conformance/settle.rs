@@ -5,11 +5,13 @@ use std::time::Duration;
 use jobq_core::lifecycle::{self, Counters, Transition, When};
 use jobq_core::outcome::{AttemptReason, AttemptRecord, DeathReason};
 use jobq_core::queue::EXPRESS;
+use jobq_core::unique::{OnConflict, UniqueScope};
 
 use super::bed::{Bed, LEASE, RETENTION};
 use super::worker::{job, settlement};
-use crate::job::CheckedJob;
+use crate::job::{CheckedJob, CheckedUnique};
 use crate::store::{ClaimedJob, DeadFilter, Lookup, Settled, Settlement};
+use crate::unique::UniqueKey;
 
 /// Counters unlike those of a job that was just claimed.
 const OTHERS: Counters = Counters { attempt: 5, crashes: 2, interruptions: 4 };
@@ -59,6 +61,11 @@ fn full_job() -> CheckedJob {
         tags: vec!["tag".to_owned()],
         metadata: Some(r#"{"m":1}"#.to_owned()),
         payload: r#"{"n":1}"#.to_owned(),
+        unique: Some(CheckedUnique {
+            key: UniqueKey::given("k", "full"),
+            scope: UniqueScope::UntilFinished,
+            on_conflict: OnConflict::Skip,
+        }),
         ..job("k")
     }
 }

@@ -83,6 +83,7 @@ pub(crate) fn job(kind: &'static str) -> CheckedJob {
         max_crashes: 3,
         tags: Vec::new(),
         metadata: None,
+        unique: None,
     }
 }
 

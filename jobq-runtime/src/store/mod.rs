@@ -12,9 +12,11 @@ use jobq_core::lifecycle::{Counters, Limits, Transition};
 use jobq_core::outcome::DeathReason;
 use jobq_core::time::Timestamp;
 
+use crate::enqueue::Enqueued;
 use crate::error::Result;
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::unique::UniqueKey;
 
 /// Makes targets of what a transaction can be open on. Used in a store's `insert`, where
 /// `insert_on` is how it writes on one, and `super::complete_on` how it completes there.
@@ -24,7 +26,11 @@ macro_rules! targets {
         $(
             impl Sealed for $target {}
             impl EnqueueTarget for $target {
-                async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+                async fn write(
+                    self,
+                    jobs: Vec<CheckedJob>,
+                    schema: Schema,
+                ) -> Result<Vec<Enqueued>> {
                     insert_on(&mut *self, &schema, &jobs).await
                 }
             }
@@ -43,6 +49,7 @@ pub(crate) mod mysql;
 pub(crate) mod postgres;
 #[cfg(feature = "sqlite")]
 pub(crate) mod sqlite;
+pub(crate) mod twins;
 
 /// Where jobq's tables are in a database: a PostgreSQL schema, or a prefix on the others.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -129,8 +136,8 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     // ---- enqueue ----------------------------------------------------------------------------
 
-    /// Writes new jobs in a transaction of its own, all or none, and returns their ids in order.
-    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<JobId>>>;
+    /// Writes new jobs in a transaction of its own, all or none, and tells of each in order.
+    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<Enqueued>>>;
 
     // ---- claim ------------------------------------------------------------------------------
 
@@ -240,6 +247,14 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// Deletes finished jobs past their retention, up to `limit`.
     fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>>;
 
+    /// Looks through `limit` keys of unique jobs, those after `after`, and forgets which keep nobody
+    /// out any more. Returns the last one looked at, if there may be more.
+    fn prune_keys(
+        &self,
+        after: Option<UniqueKey>,
+        limit: u32,
+    ) -> BoxFuture<'_, Result<Option<UniqueKey>>>;
+
     // ---- seeing and mending -----------------------------------------------------------------
 
     /// Looks a job up wherever it is.
@@ -259,13 +274,13 @@ pub(crate) trait Store: Send + Sync + 'static {
     fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>>;
 
     /// Makes dead jobs that match, or one dead or cancelled job, pending again: up to `limit` of
-    /// those with an id above `after`, in id order.
+    /// those with an id above `after`, in id order. One whose key another job has stays dead.
     fn redrive<'a>(
         &'a self,
         filter: &'a DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> BoxFuture<'a, Result<Vec<JobId>>>;
+    ) -> BoxFuture<'a, Result<Redriven>>;
 
     // ---- wake-up ----------------------------------------------------------------------------
 
@@ -590,6 +605,15 @@ pub struct QueueCount {
     pub count: u64,
 }
 
+/// What a redrive did, in id order.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Redriven {
+    /// Jobs that are pending again.
+    pub(crate) jobs: Vec<JobId>,
+    /// Jobs that stay dead, for another job has their key.
+    pub(crate) duplicates: Vec<JobId>,
+}
+
 /// Which dead letters are meant; an empty filter means all.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeadFilter {
@@ -652,6 +676,8 @@ pub struct DeadJob {
     pub error: String,
     /// Its payload: JSON text, exactly as enqueued.
     pub payload: String,
+    /// The job that had its key when it was last to be redriven, if it is unique: why it stayed dead.
+    pub duplicate_of: Option<JobId>,
 }
 
 /// What a request to cancel a job did.
@@ -670,8 +696,8 @@ pub enum CancelReply {
 /// Runs an insert in a task of its own: when the caller drops its future, it still ends whole.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) async fn in_a_task(
-    insert: impl Future<Output = Result<Vec<JobId>>> + Send + 'static,
-) -> Result<Vec<JobId>> {
+    insert: impl Future<Output = Result<Vec<Enqueued>>> + Send + 'static,
+) -> Result<Vec<Enqueued>> {
     match tokio::spawn(insert).await {
         Ok(written) => written,
         Err(ended) => match ended.try_into_panic() {

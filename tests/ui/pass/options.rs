@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use jobq::{Job, JobOptions, job};
+use jobq::{Job, JobOptions, OnConflict, Unique, UniqueScope, job};
 
 #[job(
     queue = "images/eu-1",
@@ -43,6 +43,22 @@ const HOUR: Duration = Duration::from_secs(3600);
 )]
 fn constants() {}
 
+#[job(unique)]
+fn one_for_each_payload(image_id: i64) {
+    drop(image_id.to_string());
+}
+
+#[job(unique(by(image_id, r#type), scope = "1h", on_conflict = "debounce", max_wait = "5m",))]
+fn by_some(image_id: i64, width: u32, #[serde(rename = "kind")] r#type: String) {
+    drop((image_id.to_string(), width.to_string(), r#type));
+}
+
+#[job(unique(scope = "until_started", on_conflict = "replace"))]
+fn latest() {}
+
+#[job(unique(scope = "forever", on_conflict = "error"))]
+fn once() {}
+
 #[job()]
 fn plain() {}
 
@@ -66,6 +82,22 @@ fn it_works() {
     assert_eq!((options.max_attempts, options.max_crashes, options.priority), (7, 2, 4));
     assert_eq!(options.backoff.base, Duration::from_secs(1));
     assert_eq!(options.retention, Some(Duration::ZERO));
+
+    assert_eq!(one_for_each_payload::DEF.options.unique, Some(Unique::DEFAULT));
+    let max_wait = Duration::from_secs(300);
+    assert_eq!(
+        by_some::DEF.options.unique,
+        Some(
+            Unique::by(&["image_id", "kind"])
+                .lasting(HOUR)
+                .on_conflict(OnConflict::Debounce { max_wait })
+        )
+    );
+    let latest = latest::DEF.options.unique.expect("it was given");
+    assert_eq!(latest.scope, UniqueScope::UntilStarted);
+    assert_eq!(latest.on_conflict, OnConflict::Replace);
+    let once = once::DEF.options.unique.expect("it was given");
+    assert_eq!((once.scope, once.on_conflict), (UniqueScope::Forever, OnConflict::Error));
 
     assert_eq!(plain::DEF.options, JobOptions::DEFAULT);
 }

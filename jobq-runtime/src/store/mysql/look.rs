@@ -11,9 +11,11 @@ use sqlx::{Connection, Decode, Executor, Row, Type};
 use super::settle::{UNLESS_THERE, finish_statement};
 use super::{
     AttemptInfo, CancelReply, DeadFilter, DeadJob, Error, LIST, Lookup, MysqlStore, QueueCount,
-    Result, again, apart, check, count, execute, get, list, literal, own_options, rows, written,
+    Result, again, apart, check, count, execute, get, list, literal, own_options, rows, unique,
+    written,
 };
-use crate::store::{DEFAULT_RETENTION, JobInfo};
+use crate::store::twins::Retake;
+use crate::store::{DEFAULT_RETENTION, JobInfo, Redriven};
 
 /// A cancel waits for a lock almost as long as for anything; see [`PATIENCE`](super::PATIENCE).
 const CANCEL_SETTINGS: &str = "set session innodb_lock_wait_timeout = 13";
@@ -137,7 +139,7 @@ impl MysqlStore {
         let matches = matching(filter);
         let found = self
             .answer(&format!(
-                "select id, kind, queue, reason, died_at, attempt, error, payload
+                "select id, kind, queue, reason, died_at, attempt, error, payload, duplicate_of
                  from jobq_dead force index (primary)
                  where {matches}
                  order by id desc
@@ -157,6 +159,7 @@ impl MysqlStore {
                     attempt: read_count(row, "attempt")?,
                     error: read(row, "error")?,
                     payload: read(row, "payload")?,
+                    duplicate_of: read::<Option<i64>>(row, "duplicate_of")?.map(JobId),
                 })
             })
             .collect()
@@ -227,22 +230,26 @@ impl MysqlStore {
         filter: &DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> sqlx::Result<Vec<JobId>> {
-        let mut redriven = Vec::new();
+    ) -> sqlx::Result<Redriven> {
+        let mut all = Redriven::default();
         let mut after = after;
-        while redriven.len() < limit as usize {
-            let some = (limit as usize - redriven.len()).min(LIST);
-            let ids = again(|| self.redrive_some(filter, after, some)).await?;
-            redriven.extend(ids.iter().copied().map(JobId));
-            match ids.last() {
-                Some(last) if ids.len() == some && filter.id.is_none() => after = JobId(*last),
-                _ => break,
+        loop {
+            let left = limit as usize - all.jobs.len() - all.duplicates.len();
+            let some = left.min(LIST);
+            let Redriven { jobs, duplicates } =
+                again(|| self.redrive_some(filter, after, some)).await?;
+            let last = jobs.len() + duplicates.len() < some || some == left;
+            after = jobs.last().max(duplicates.last()).copied().unwrap_or(after);
+            all.jobs.extend(jobs);
+            all.duplicates.extend(duplicates);
+            if last || filter.id.is_some() {
+                break;
             }
         }
-        if !redriven.is_empty() {
+        if !all.jobs.is_empty() {
             crate::wake::poke();
         }
-        Ok(redriven)
+        Ok(all)
     }
 
     async fn redrive_some(
@@ -250,7 +257,7 @@ impl MysqlStore {
         filter: &DeadFilter,
         after: JobId,
         limit: usize,
-    ) -> sqlx::Result<Vec<i64>> {
+    ) -> sqlx::Result<Redriven> {
         let mut connection = self.own().await?;
         let matches = matching(filter);
         let after = if filter.id.is_some() { JobId(0) } else { after };
@@ -260,7 +267,7 @@ impl MysqlStore {
         if filter.id.is_some() && filter.reason.is_none() && found.is_empty() {
             // One job by id may also be a cancelled one; that has no reason of death.
             let cancelled = format!(
-                "select id
+                "select id, token, unique_key, unique_scope
                  from jobq_finished as finished force index (primary)
                  where {matches}
                    and state = 'cancelled'
@@ -270,35 +277,51 @@ impl MysqlStore {
             from = "jobq_finished";
             found = rows(&mut connection, &self.schema, &cancelled).await?;
         }
-        let ids: Vec<i64> = found.iter().map(|row| get(row, "id")).collect::<sqlx::Result<_>>()?;
-        let listed = list(ids.iter().copied());
-        let mut write = format!(
-            "insert into jobq_jobs (
-                 id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
-                 metadata, payload
-             )
-             select id, token, created_at, max_attempts, max_crashes, priority, priority, queue,
-                    kind, tags, metadata, payload
-             from {from} force index (primary)
-             where id in ({listed})
-             order by id; {}; ",
-            written(ids.len())
-        );
-        for id in &ids {
+        let mut retake = Retake::default();
+        let mut ids = Vec::new();
+        for row in &found {
+            let id = JobId(get(row, "id")?);
+            let scope: Option<String> = get(row, "unique_scope")?;
+            retake.add(id, get(row, "token")?, get(row, "unique_key")?, &scope.unwrap_or_default());
+            ids.push(id);
+        }
+        unique::retake(&mut connection, &self.schema, &mut retake).await?;
+        let redriven = retake.split(ids);
+        let mut write = String::new();
+        if !redriven.jobs.is_empty() {
+            let listed = list(redriven.jobs.iter().map(|job| job.0));
+            write = format!(
+                "insert into jobq_jobs (
+                     id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind,
+                     tags, metadata, payload, unique_key, unique_scope
+                 )
+                 select id, token, created_at, max_attempts, max_crashes, priority, priority, queue,
+                        kind, tags, metadata, payload, unique_key, unique_scope
+                 from {from} force index (primary)
+                 where id in ({listed})
+                 order by id; {}; ",
+                written(redriven.jobs.len())
+            );
+        }
+        for id in &redriven.jobs {
             write!(write, "delete from {from} where id = {id}; {}; ", written(1))
+                .expect("text grows");
+        }
+        for (job, of) in &retake.duplicates {
+            write!(write, "update jobq_dead set duplicate_of = {of} where id = {job}; ")
                 .expect("text grows");
         }
         write.push_str("commit");
         execute(&mut connection, &self.schema, &write).await?;
         connection.hand_back();
-        Ok(ids)
+        Ok(redriven)
     }
 }
 
 // Of `not exists` MariaDB makes a list of all jobs.
 pub(crate) fn redrivable_statement(matches: &str, after: JobId, limit: usize) -> String {
     format!(
-        "select id
+        "select id, token, unique_key, unique_scope
          from jobq_dead as dead force index (primary)
          where {matches}
            and id > {after}

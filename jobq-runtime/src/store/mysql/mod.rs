@@ -20,6 +20,7 @@ mod look;
 mod settle;
 mod setup;
 mod sweep;
+mod unique;
 
 use std::fmt::Write;
 use std::ops::{Deref, DerefMut};
@@ -36,12 +37,14 @@ use sqlx::{AssertSqlSafe, Connection, Decode, Executor, Row, SqlSafeStr, SqlStr,
 
 use super::{
     AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, Floor, HeldJob,
-    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Schema, Settled,
-    Settlement, Shift, Store, UnleasedJob,
+    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven, Schema,
+    Settled, Settlement, Shift, Store, UnleasedJob,
 };
+use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::unique::UniqueKey;
 
 use settle::complete_on;
 
@@ -409,7 +412,7 @@ impl Store for MysqlStore {
         Box::pin(self.check())
     }
 
-    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<JobId>>> {
+    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<Enqueued>>> {
         Box::pin(self.insert(jobs))
     }
 
@@ -533,6 +536,14 @@ impl Store for MysqlStore {
         Box::pin(within("prune finished jobs", self.prune(limit)))
     }
 
+    fn prune_keys(
+        &self,
+        after: Option<UniqueKey>,
+        limit: u32,
+    ) -> BoxFuture<'_, Result<Option<UniqueKey>>> {
+        Box::pin(within("prune unique keys", self.prune_keys(after, limit)))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -558,7 +569,7 @@ impl Store for MysqlStore {
         filter: &'a DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> BoxFuture<'a, Result<Vec<JobId>>> {
+    ) -> BoxFuture<'a, Result<Redriven>> {
         Box::pin(within("redrive jobs", self.redrive(filter, after, limit)))
     }
 
@@ -590,5 +601,8 @@ pub(crate) mod statements {
     pub(crate) use super::look::redrivable_statement;
     pub(crate) use super::settle::{finish_statement, forget_statement, held_statement};
     pub(crate) use super::sweep::{expired_statement, parked_statement, unleased_statement};
+    pub(crate) use super::unique::{
+        held_keys_statement, keys_after_statement, lock_keys_statement,
+    };
     pub(crate) use super::{OWN_SETTINGS, list, own_options, sql};
 }

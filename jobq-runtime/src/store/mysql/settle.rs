@@ -241,11 +241,12 @@ fn writes(
                 statements.push(format!(
                     "insert into jobq_dead (
                          id, token, reason, created_at, attempt, max_attempts, interruptions,
-                         crashes, max_crashes, priority, queue, kind, error, tags, metadata, payload
+                         crashes, max_crashes, priority, queue, kind, error, tags, metadata, payload,
+                         unique_key, unique_scope
                      )
                      select id, token, {reason}, created_at, {attempt}, max_attempts,
                             {interruptions}, {crashes}, max_crashes, priority, queue, kind, {error},
-                            tags, metadata, payload
+                            tags, metadata, payload, unique_key, unique_scope
                      from jobq_jobs
                      where id = {id}"
                 ));
@@ -283,11 +284,12 @@ pub(crate) fn finish_statement(ids: &str, state: &str, retention: i64, text: &st
     format!(
         "insert into jobq_finished (
              id, token, state, created_at, expires_at, attempt, max_attempts, interruptions, crashes,
-             max_crashes, priority, queue, kind, reason, result, tags, metadata, payload
+             max_crashes, priority, queue, kind, reason, result, tags, metadata, payload,
+             unique_key, unique_scope
          )
          select id, token, '{state}', created_at, now_us() + {retention}, attempt, max_attempts,
                 interruptions, crashes, max_crashes, priority, queue, kind, {reason}, {result},
-                tags, metadata, payload
+                tags, metadata, payload, unique_key, unique_scope
          from jobq_jobs force index (primary)
          where id in ({ids})"
     )
@@ -401,11 +403,12 @@ async fn complete(
             schema,
             "insert into jobq_finished (
                  id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
-                 crashes, max_crashes, priority, queue, kind, tags, metadata, payload
+                 crashes, max_crashes, priority, queue, kind, tags, metadata, payload,
+                 unique_key, unique_scope
              )
              select id, token, 'completed', created_at, now_us() + ?, attempt, max_attempts,
                     interruptions, crashes, max_crashes, priority, queue, kind, tags, metadata,
-                    payload
+                    payload, unique_key, unique_scope
              from jobq_jobs
              where id = ? and token = ? and leased_by = ?",
         ))

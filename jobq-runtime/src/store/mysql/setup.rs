@@ -20,7 +20,7 @@ const OLDEST_MARIADB: [u32; 3] = [10, 6, 0];
 const PACKET: u64 = 8 * 1024 * 1024;
 
 /// Every table that the runtime reads and writes.
-const TABLES: [&str; 7] = [
+const TABLES: [&str; 8] = [
     "jobq_jobs",
     "jobq_sessions",
     "jobq_closed_sessions",
@@ -28,6 +28,7 @@ const TABLES: [&str; 7] = [
     "jobq_finished",
     "jobq_dead",
     "jobq_duties",
+    "jobq_uniques",
 ];
 
 impl MysqlStore {
@@ -93,6 +94,7 @@ impl MysqlStore {
             "update jobq_jobs set token = token where 1 = 0",
             "update jobq_sessions set lease = lease where 1 = 0",
             "update jobq_duties set notes = notes where 1 = 0",
+            "update jobq_uniques set taken = taken where 1 = 0",
         ] {
             execute(&mut connection, &self.schema, probe).await.map_err(self.explain(action))?;
         }

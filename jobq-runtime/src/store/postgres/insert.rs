@@ -9,12 +9,13 @@ use sqlx::postgres::{PgConnection, PgPool, Postgres};
 use sqlx::{Connection, Executor, Transaction};
 
 use super::{
-    Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql,
+    Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql, unique,
 };
 use crate::context::CompleteTarget;
-use crate::enqueue::EnqueueTarget;
 use crate::enqueue::sealed::Sealed;
+use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::job::{CheckedDue, CheckedJob};
+use crate::store::twins::{UniqueCall, lasting};
 use crate::store::{Completion, in_a_task};
 use crate::wake;
 
@@ -26,50 +27,72 @@ const CHUNK_BYTES: usize = 16 * 1024 * 1024;
 const TRIES: u32 = 5;
 
 impl PostgresStore {
-    pub(super) async fn insert(&self, jobs: Vec<CheckedJob>) -> Result<Vec<JobId>> {
+    pub(super) async fn insert(&self, jobs: Vec<CheckedJob>) -> Result<Vec<Enqueued>> {
         (&self.pool).write(jobs, self.schema.clone()).await
     }
 }
 
 /// Writes jobs in a transaction of our own.
-async fn insert_owned(pool: &PgPool, schema: &Schema, jobs: &[CheckedJob]) -> Result<Vec<JobId>> {
+async fn insert_owned(
+    pool: &PgPool,
+    schema: &Schema,
+    jobs: &[CheckedJob],
+) -> Result<Vec<Enqueued>> {
     let action = "enqueue jobs";
     if jobs.is_empty() {
         return Ok(Vec::new());
     }
+    let call = UniqueCall::of(jobs)?;
     let mut tried = 0;
     loop {
         tried += 1;
         let connection = pool.acquire().await.map_err(Error::database(action))?;
         let mut connection = Checkout(Some(connection));
         // The ids come first: if the connection breaks, the caller knows which jobs to look for.
-        let ids: Vec<i64> = sqlx::query_scalar(sql(
-            schema,
-            "select nextval('jobq.jobs_id_seq') from generate_series(1, $1)",
-        ))
-        .bind(jobs.len() as i64)
-        .fetch_all(&mut *connection)
-        .await
-        .map_err(Error::database(action))?;
-        match write(&mut connection, schema, jobs, &ids).await {
-            Ok(()) => {
+        let count = call.as_ref().map_or(jobs.len(), |call| call.jobs.len());
+        let ids = reserve(&mut connection, schema, count).await.map_err(Error::database(action))?;
+        let written = match &call {
+            None => write(&mut connection, schema, jobs, &ids).await.map_err(refused),
+            Some(call) => write_unique(&mut connection, schema, call, &ids).await,
+        };
+        match written {
+            Ok(enqueued) => {
                 connection.hand_back();
                 wake::poke();
-                return Ok(ids.into_iter().map(JobId).collect());
+                return Ok(enqueued);
             }
-            Err(source) if is_connection_loss(&source) => {
-                return Err(Error::CommitUnknown {
-                    ids: ids.into_iter().map(JobId).collect(),
-                    source,
-                });
-            }
-            Err(source) if tried < TRIES && crate::error::is_transient(&source) => {
-                let wait = Duration::from_millis(10 << tried).mul_f64(rand::random());
-                tokio::time::sleep(wait).await;
-            }
-            Err(source) => return Err(Error::database(action)(source)),
+            Err(error) => match error.into_driver_error() {
+                Ok(source) if is_connection_loss(&source) => {
+                    return Err(Error::CommitUnknown {
+                        ids: ids.into_iter().map(JobId).collect(),
+                        source,
+                    });
+                }
+                Ok(source) if tried < TRIES && crate::error::is_transient(&source) => {
+                    let wait = Duration::from_millis(10 << tried).mul_f64(rand::random());
+                    tokio::time::sleep(wait).await;
+                }
+                Ok(source) => return Err(Error::database(action)(source)),
+                Err(error) => {
+                    // A twin that was refused has been rolled back. Of anything else nothing is known.
+                    if matches!(error, Error::Duplicate { .. }) {
+                        connection.hand_back();
+                    }
+                    return Err(error);
+                }
+            },
         }
     }
+}
+
+/// Reserves ids.
+async fn reserve(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    jobs: usize,
+) -> sqlx::Result<Vec<i64>> {
+    let text = "select nextval('jobq.jobs_id_seq') from generate_series(1, $1)";
+    sqlx::query_scalar(sql(schema, text)).bind(jobs as i64).fetch_all(connection).await
 }
 
 /// Writes jobs under ids of our own, all or none.
@@ -78,21 +101,30 @@ async fn write(
     schema: &Schema,
     jobs: &[CheckedJob],
     ids: &[i64],
-) -> sqlx::Result<()> {
-    let chunks = chunks(jobs);
-    let whole = chunks.len() == 1;
+) -> sqlx::Result<Vec<Enqueued>> {
+    let whole = chunks(jobs).len() == 1;
     if !whole {
         connection.execute("begin isolation level read committed").await?;
     }
-    let mut done = 0;
-    for chunk in chunks {
-        insert_chunk(connection, schema, chunk, Some(&ids[done..done + chunk.len()])).await?;
-        done += chunk.len();
-    }
+    with_ids(connection, schema, jobs, ids).await?;
     if !whole {
         connection.execute("commit").await?;
     }
-    Ok(())
+    Ok(ids.iter().map(|id| Enqueued::Inserted(JobId(*id))).collect())
+}
+
+/// The same for a call with unique jobs.
+async fn write_unique(
+    connection: &mut Checkout,
+    schema: &Schema,
+    call: &UniqueCall,
+    ids: &[i64],
+) -> Result<Vec<Enqueued>> {
+    connection.execute("begin isolation level read committed").await.map_err(refused)?;
+    let enqueued = unique::insert(connection, schema, call, ids).await;
+    let end = if enqueued.is_ok() { "commit" } else { "rollback" };
+    connection.execute(end).await.map_err(refused)?;
+    enqueued
 }
 
 /// Writes jobs on the caller's connection, in whatever transaction it has open.
@@ -100,7 +132,12 @@ async fn insert_on(
     connection: &mut PgConnection,
     schema: &Schema,
     jobs: &[CheckedJob],
-) -> Result<Vec<JobId>> {
+) -> Result<Vec<Enqueued>> {
+    if let Some(call) = UniqueCall::of(jobs)? {
+        let enqueued = insert_unique_on(connection, schema, &call).await;
+        wake::poke();
+        return enqueued;
+    }
     let chunks = chunks(jobs);
     let written = if chunks.len() < 2 || has_begun(connection).await? {
         insert_chunks(connection, schema, chunks).await
@@ -115,12 +152,49 @@ async fn insert_on(
         .await
     };
     wake::poke();
-    written.map_err(|source| match &source {
-        sqlx::Error::Database(error) if error.code().as_deref() == Some("40001") => {
+    let ids = written.map_err(refused)?;
+    Ok(ids.into_iter().map(Enqueued::Inserted).collect())
+}
+
+/// The same for a call with unique jobs, which takes several statements.
+async fn insert_unique_on(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    call: &UniqueCall,
+) -> Result<Vec<Enqueued>> {
+    let ids = reserve(connection, schema, call.jobs.len()).await.map_err(refused)?;
+    if has_begun(connection).await? {
+        // One that is to fail because of a twin leaves nothing of itself, and the rest as it was.
+        connection.execute("savepoint jobq_enqueue").await.map_err(refused)?;
+        let enqueued = unique::insert(connection, schema, call, &ids).await;
+        let end = if enqueued.is_ok() {
+            "release savepoint jobq_enqueue"
+        } else {
+            "rollback to savepoint jobq_enqueue; release savepoint jobq_enqueue"
+        };
+        connection.execute(end).await.map_err(refused)?;
+        enqueued
+    } else {
+        let begin = "begin isolation level read committed";
+        let mut tx = connection.begin_with(begin).await.map_err(refused)?;
+        let enqueued = unique::insert(&mut tx, schema, call, &ids).await;
+        // By itself it would be rolled back with the connection's next use, and hold its keys till then.
+        let ended = if enqueued.is_ok() { tx.commit().await } else { tx.rollback().await };
+        enqueued.and_then(|enqueued| ended.map(|()| enqueued).map_err(refused))
+    }
+}
+
+/// An enqueue that the database has refused.
+pub(super) fn refused(source: sqlx::Error) -> Error {
+    match &source {
+        // At REPEATABLE READ and above, or a deadlock of two that lock the same keys one by one.
+        sqlx::Error::Database(error)
+            if matches!(error.code().as_deref(), Some("40001" | "40P01")) =>
+        {
             Error::Serialization(source)
         }
         _ => Error::database("enqueue jobs")(source),
-    })
+    }
 }
 
 /// Whether a transaction is open, however it was begun.
@@ -132,6 +206,21 @@ async fn has_begun(connection: &mut PgConnection) -> Result<bool> {
         Err(sqlx::Error::Database(error)) if error.code().as_deref() == Some("25P01") => Ok(false),
         Err(source) => Err(Error::database("enqueue jobs")(source)),
     }
+}
+
+/// Writes jobs under ids of our own.
+pub(super) async fn with_ids(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    jobs: &[CheckedJob],
+    ids: &[i64],
+) -> sqlx::Result<()> {
+    let mut done = 0;
+    for chunk in chunks(jobs) {
+        insert_chunk(connection, schema, chunk, Some(&ids[done..done + chunk.len()])).await?;
+        done += chunk.len();
+    }
+    Ok(())
 }
 
 async fn insert_chunks(
@@ -181,7 +270,10 @@ async fn insert_chunk(
     let mut tags = Vec::with_capacity(jobs.len());
     let mut metadata = Vec::with_capacity(jobs.len());
     let mut payloads = Vec::with_capacity(jobs.len());
-    for job in jobs {
+    // Shorter than the others where no job is unique: what is missing is null.
+    let (mut unique_keys, mut unique_scopes) = (Vec::new(), Vec::new());
+    let mut last: Vec<Option<i64>> = Vec::new();
+    for (index, job) in jobs.iter().enumerate() {
         let (delay, time) = match job.due {
             CheckedDue::After(delay) => (micros(delay), None),
             CheckedDue::At(time) => (0, Some(Time(time))),
@@ -196,12 +288,24 @@ async fn insert_chunk(
         tags.push(crate::store::tags_json(&job.tags));
         metadata.push(job.metadata.as_deref());
         payloads.push(&*job.payload);
+        if let Some(unique) = job.unique {
+            unique_keys.resize(index, None);
+            unique_scopes.resize(index, None);
+            unique_keys.push(Some(unique.key.0.to_vec()));
+            unique_scopes.push(Some(unique.scope.as_str()));
+            last.resize(index, None);
+            last.push(lasting(unique.scope));
+        }
     }
     // `run_after` is never before the clock: a row must not appear behind what workers have passed.
     // The gate is a sequence because its value takes effect at once: a NOTIFY in every transaction
     // would make all commits of the database wait for each other.
-    let statement = if ids.is_some() { INSERT_WITH_IDS } else { INSERT };
-    let mut ids: Vec<i64> = sqlx::query_scalar(sql(schema, statement))
+    let statement = match ids {
+        None => INSERT,
+        Some(_) if unique_keys.is_empty() => INSERT_WITH_IDS,
+        Some(_) => INSERT_UNIQUE,
+    };
+    let mut insert = sqlx::query_scalar(sql(schema, statement))
         .bind(kinds)
         .bind(queues)
         .bind(delays)
@@ -214,19 +318,25 @@ async fn insert_chunk(
         .bind(payloads)
         .bind(channel(schema))
         .bind(ids)
-        .fetch_all(connection)
-        .await?;
+        .bind(unique_keys)
+        .bind(unique_scopes);
+    if statement == INSERT_UNIQUE {
+        // Planned anew: a plan from when the tables were empty would read all of them.
+        insert = insert.bind(last).persistent(false);
+    }
+    let mut ids: Vec<i64> = insert.fetch_all(connection).await?;
     ids.sort_unstable();
     Ok(ids.into_iter().map(JobId).collect())
 }
 
 macro_rules! insert_statement {
-    ($columns:literal, $values:literal, $overriding:literal) => {
+    ($columns:literal, $values:literal, $overriding:literal, $also:literal) => {
         concat!(
             "with added as (
                  insert into jobq.jobs (",
             $columns,
-            "kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload)
+            "kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
+                     unique_key, unique_scope)
                  ",
             $overriding,
             "
@@ -238,15 +348,19 @@ macro_rules! insert_statement {
                             clock_timestamp()
                         ),
                         job.priority, job.priority, job.max_attempts, job.max_crashes, job.tags,
-                        job.metadata, job.payload
+                        job.metadata, job.payload, job.unique_key, job.unique_scope
                  from unnest($1::text[], $2::text[], $3::int8[], $4::timestamptz[], $5::int2[],
-                             $6::int4[], $7::int2[], $8::text[], $9::text[], $10::text[], $12::int8[])
+                             $6::int4[], $7::int2[], $8::text[], $9::text[], $10::text[], $12::int8[],
+                             $13::bytea[], $14::text[])
                       with ordinality
                       as job (kind, queue, delay, at, priority, max_attempts, max_crashes, tags,
-                              metadata, payload, id, n)
+                              metadata, payload, id, unique_key, unique_scope, n)
                  order by job.n
-                 returning id, queue, band, run_after
+                 returning id, queue, band, run_after, unique_key, unique_scope
              ),
+             ",
+            $also,
+            "
              gate as materialized (
                  select setval('jobq.wake_gate', (extract(epoch from clock_timestamp()) * 1000)::int8)
                  from jobq.wake_gate
@@ -264,12 +378,37 @@ macro_rules! insert_statement {
     };
 }
 
-const INSERT: &str = insert_statement!("", "", "");
-const INSERT_WITH_IDS: &str = insert_statement!("id, ", "job.id, ", "overriding system value");
+const INSERT: &str = insert_statement!("", "", "", "");
+const INSERT_WITH_IDS: &str = insert_statement!("id, ", "job.id, ", "overriding system value", "");
+// Together with the jobs it sets for how long those keep their twins out that do it for a time.
+const INSERT_UNIQUE: &str = insert_statement!(
+    "id, ",
+    "job.id, ",
+    "overriding system value",
+    "lasting as (
+         update jobq.uniques as changed
+         set expires_at = coalesce(
+             clock_timestamp() + held.lasting * interval '1 microsecond', 'infinity'
+         )
+         from (
+             select place.tid, twin.lasting
+             from added
+             join unnest($12::int8[], $15::int8[]) as twin (id, lasting) on twin.id = added.id
+             cross join lateral (
+                 select ctid as tid
+                 from jobq.uniques
+                 where unique_key = added.unique_key and job_id = added.id
+                 for update
+             ) as place
+             where added.unique_scope in ('for', 'forever')
+         ) as held
+         where changed.ctid = held.tid
+     ),"
+);
 
 impl Sealed for &PgPool {}
 impl EnqueueTarget for &PgPool {
-    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<Enqueued>> {
         let pool = self.clone();
         in_a_task(async move { insert_owned(&pool, &schema, &jobs).await }).await
     }
@@ -293,6 +432,7 @@ mod tests {
             max_crashes: 1,
             tags: Vec::new(),
             metadata: None,
+            unique: None,
         };
         let text = "x".repeat(CHUNK_BYTES / 4 + 1);
         for large in [

@@ -3,14 +3,15 @@
 use jobq_core::job::{JobId, JobState, Token};
 use jobq_core::outcome::DeathReason;
 use jobq_core::time::{Timestamp, micros};
-use sqlx::Row;
 use sqlx::postgres::PgRow;
+use sqlx::{Executor, Row};
 
 use super::{
     AttemptInfo, CancelReply, Checkout, DeadFilter, DeadJob, Error, Lookup, PostgresStore,
-    QueueCount, Result, Time,
+    QueueCount, Result, Time, unique,
 };
-use crate::store::{DEFAULT_RETENTION, JobInfo};
+use crate::store::twins::Retake;
+use crate::store::{DEFAULT_RETENTION, JobInfo, Redriven};
 
 impl PostgresStore {
     pub(super) async fn job(&self, id: JobId) -> Result<Lookup> {
@@ -119,7 +120,7 @@ impl PostgresStore {
         let action = "list dead letters";
         let mut connection = self.shared().await.map_err(Error::database(action))?;
         let rows = sqlx::query(self.sql(
-            "select id, kind, queue, reason, died_at, attempt, error, payload
+            "select id, kind, queue, reason, died_at, attempt, error, payload, duplicate_of
              from jobq.dead
              where id between $1 and $2
                and ($3::text is null or queue = $3)
@@ -153,6 +154,7 @@ impl PostgresStore {
                             attempt: row.try_get::<i32, _>("attempt")?.max(0).unsigned_abs(),
                             error: row.try_get("error")?,
                             payload: row.try_get("payload")?,
+                            duplicate_of: row.try_get::<Option<i64>, _>("duplicate_of")?.map(JobId),
                         },
                     ))
                 })()
@@ -179,12 +181,13 @@ impl PostgresStore {
                      insert into jobq.finished (
                          id, token, state, created_at, expires_at, attempt, max_attempts,
                          interruptions, crashes, max_crashes, priority, queue, kind, reason, tags,
-                         metadata, payload
+                         metadata, payload, unique_key, unique_scope
                      )
                      select id, token, 'cancelled', created_at,
                             clock_timestamp() + $2 * interval '1 microsecond', attempt, max_attempts,
                             interruptions, crashes, max_crashes, priority, queue, kind,
-                            'cancelled before it ran', tags, metadata, payload
+                            'cancelled before it ran', tags, metadata, payload,
+                            unique_key, unique_scope
                      from gone
                  ),
                  asked as (
@@ -233,77 +236,61 @@ impl PostgresStore {
         filter: &DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> sqlx::Result<Vec<JobId>> {
+    ) -> sqlx::Result<Redriven> {
         let mut connection = self.own().await?;
-        let mut ids: Vec<i64> = sqlx::query_scalar(self.sql(
-            "with chosen as materialized (
-                 select ctid as tid
-                 from jobq.dead
-                 where id between $1 and $2
-                   and ($3::text is null or queue = $3)
-                   and ($4::text is null or kind = $4)
-                   and ($5::text is null or reason = $5)
-                 order by id
-                 limit $6
-                 for update skip locked
-             ),
-             gone as (
-                 delete from jobq.dead as job using chosen where job.ctid = chosen.tid
-                 returning job.*
-             )
-             insert into jobq.jobs (
-                 id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
-                 metadata, payload, run_after
-             )
-             overriding system value
-             select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-                    tags, metadata, payload, clock_timestamp()
-             from gone
-             order by id
-             on conflict (id) do nothing
-             returning id",
-        ))
-        .bind(filter.id.map_or(after.0.saturating_add(1), |id| id.0))
-        .bind(filter.id.map_or(i64::MAX, |id| id.0))
-        .bind(&filter.queue)
-        .bind(&filter.kind)
-        .bind(filter.reason.map(DeathReason::as_str))
-        .bind(i64::from(limit))
-        .fetch_all(&mut *connection)
-        .await?;
-        // One job by id may also be a cancelled one; that has no reason of death.
-        if let (Some(id), None, true) = (filter.id, filter.reason, ids.is_empty()) {
-            ids = sqlx::query_scalar(self.sql(
-                "with gone as (
-                     delete from jobq.finished
-                     where id = $1
-                       and state = 'cancelled'
-                       and ($2::text is null or queue = $2)
-                       and ($3::text is null or kind = $3)
-                     returning *
-                 )
-                 insert into jobq.jobs (
-                     id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind,
-                     tags, metadata, payload, run_after
-                 )
-                 overriding system value
-                 select id, token, created_at, max_attempts, max_crashes, priority, priority, queue,
-                        kind, tags, metadata, payload, clock_timestamp()
-                 from gone
-                 on conflict (id) do nothing
-                 returning id",
-            ))
-            .bind(id.0)
+        // A key may be locked by a transaction of the application's.
+        let begin = "begin isolation level read committed; set local lock_timeout = '2s'";
+        connection.execute(begin).await?;
+        let mut found: Vec<Redrivable> = sqlx::query_as(self.sql(REDRIVABLE))
+            .bind(filter.id.map_or(after.0.saturating_add(1), |id| id.0))
+            .bind(filter.id.map_or(i64::MAX, |id| id.0))
             .bind(&filter.queue)
             .bind(&filter.kind)
+            .bind(filter.reason.map(DeathReason::as_str))
+            .bind(i64::from(limit))
             .fetch_all(&mut *connection)
             .await?;
+        let mut revive = REVIVE_DEAD;
+        // One job by id may also be a cancelled one; that has no reason of death.
+        if let (Some(id), None, true) = (filter.id, filter.reason, found.is_empty()) {
+            revive = REVIVE_CANCELLED;
+            found = sqlx::query_as(self.sql(REDRIVABLE_CANCELLED))
+                .bind(id.0)
+                .bind(&filter.queue)
+                .bind(&filter.kind)
+                .fetch_all(&mut *connection)
+                .await?;
         }
+        let mut retake = Retake::default();
+        let mut ids = Vec::new();
+        for (id, token, key, scope) in found {
+            ids.push(JobId(id));
+            retake.add(JobId(id), token, key, &scope.unwrap_or_default());
+        }
+        if retake.keys().next().is_some() {
+            unique::retake(&mut connection, &self.schema, &mut retake).await?;
+        }
+        let mut redriven = retake.split(ids);
+        if !retake.duplicates.is_empty() {
+            let (jobs, of): (Vec<i64>, Vec<i64>) =
+                retake.duplicates.iter().map(|(job, of)| (job.0, of.0)).unzip();
+            sqlx::query(self.sql(NOTE_DUPLICATES))
+                .bind(jobs)
+                .bind(of)
+                .execute(&mut *connection)
+                .await?;
+        }
+        let ids: Vec<i64> = redriven.jobs.iter().map(|job| job.0).collect();
+        let mut ids: Vec<i64> =
+            sqlx::query_scalar(self.sql(revive)).bind(ids).fetch_all(&mut *connection).await?;
+        connection.execute("commit").await?;
         connection.hand_back();
-        if !ids.is_empty() {
+        ids.sort_unstable();
+        redriven.jobs = ids.into_iter().map(JobId).collect();
+        if !redriven.jobs.is_empty() {
             crate::wake::poke();
         }
-        Ok(ids.into_iter().map(JobId).collect())
+        Ok(redriven)
     }
 }
 
@@ -341,3 +328,58 @@ where
 {
     row.try_get(column).map_err(Error::database("read a job"))
 }
+
+/// A job that may be redriven: its id and token, and what makes it unique.
+type Redrivable = (i64, i64, Option<Vec<u8>>, Option<String>);
+
+const REDRIVABLE: &str = "
+    select id, token, unique_key, unique_scope
+    from jobq.dead
+    where id between $1 and $2
+      and ($3::text is null or queue = $3)
+      and ($4::text is null or kind = $4)
+      and ($5::text is null or reason = $5)
+    order by id
+    limit $6
+    for update skip locked";
+
+const REDRIVABLE_CANCELLED: &str = "
+    select id, token, unique_key, unique_scope
+    from jobq.finished
+    where id = $1
+      and state = 'cancelled'
+      and ($2::text is null or queue = $2)
+      and ($3::text is null or kind = $3)
+    for update";
+
+macro_rules! revive {
+    ($table:literal) => {
+        concat!(
+            "with gone as (
+                 delete from jobq.",
+            $table,
+            " where id = any($1) returning *
+             )
+             insert into jobq.jobs (
+                 id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
+                 metadata, payload, unique_key, unique_scope, run_after
+             )
+             overriding system value
+             select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
+                    tags, metadata, payload, unique_key, unique_scope, clock_timestamp()
+             from gone
+             order by id
+             on conflict (id) do nothing
+             returning id"
+        )
+    };
+}
+
+pub(crate) const REVIVE_DEAD: &str = revive!("dead");
+const REVIVE_CANCELLED: &str = revive!("finished");
+
+const NOTE_DUPLICATES: &str = "
+    update jobq.dead as job
+    set duplicate_of = twin.of
+    from unnest($1::int8[], $2::int8[]) as twin (id, of)
+    where job.id = twin.id";

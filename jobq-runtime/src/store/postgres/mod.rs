@@ -12,6 +12,7 @@ mod look;
 mod settle;
 mod setup;
 mod sweep;
+mod unique;
 
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -28,13 +29,15 @@ use sqlx::{AssertSqlSafe, Connection, Decode, Encode, SqlSafeStr, SqlStr, Type};
 
 use super::{
     AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, HeldJob,
-    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Schema, Settled,
-    Settlement, Shift, Store, UnleasedJob, WakeUp,
+    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven, Schema,
+    Settled, Settlement, Shift, Store, UnleasedJob, WakeUp,
 };
+use crate::enqueue::Enqueued;
 use crate::error::{Error, Result, is_connection_loss};
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
 use crate::store::Floor;
+use crate::unique::UniqueKey;
 
 use settle::complete_on;
 
@@ -42,11 +45,13 @@ use settle::complete_on;
 #[cfg(test)]
 pub(crate) mod statements {
     pub(crate) use super::claim::{CLAIM, EXTEND, HELD, NEXT_DUE, claim_on};
+    pub(crate) use super::look::REVIVE_DEAD;
     pub(crate) use super::own_options;
     pub(crate) use super::settle::{
         BURY, FINISH, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, REQUEUE,
     };
     pub(crate) use super::sweep::{PRUNE, SHIFT, UNLEASED, UNPARK};
+    pub(crate) use super::unique::{KEYS_AFTER, LOCK, LOOK, OWN, PRUNE_KEYS, TAKE, TAKE_OVER};
 }
 
 /// The longest the runtime waits for one operation; the server gives up a little earlier.
@@ -230,7 +235,7 @@ impl Store for PostgresStore {
         Box::pin(self.check())
     }
 
-    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<JobId>>> {
+    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<Enqueued>>> {
         Box::pin(self.insert(jobs))
     }
 
@@ -355,6 +360,14 @@ impl Store for PostgresStore {
         Box::pin(within("prune finished jobs", self.prune(limit)))
     }
 
+    fn prune_keys(
+        &self,
+        after: Option<UniqueKey>,
+        limit: u32,
+    ) -> BoxFuture<'_, Result<Option<UniqueKey>>> {
+        Box::pin(within("prune unique keys", self.prune_keys(after, limit)))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -380,7 +393,7 @@ impl Store for PostgresStore {
         filter: &'a DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> BoxFuture<'a, Result<Vec<JobId>>> {
+    ) -> BoxFuture<'a, Result<Redriven>> {
         Box::pin(within("redrive jobs", self.redrive(filter, after, limit)))
     }
 

@@ -227,11 +227,12 @@ pub(crate) const BURY: &str = "
     kept as (
         insert into jobq.dead (
             id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
-            max_crashes, priority, queue, kind, error, tags, metadata, payload
+            max_crashes, priority, queue, kind, error, tags, metadata, payload,
+            unique_key, unique_scope
         )
         select id, token, ($7::text[])[n], created_at, ($4::int4[])[n], max_attempts,
                ($6::int4[])[n], ($5::int2[])[n], max_crashes, priority, queue, kind,
-               ($9::text[])[n], tags, metadata, payload
+               ($9::text[])[n], tags, metadata, payload, unique_key, unique_scope
         from gone
     )
     select id from gone";
@@ -340,7 +341,7 @@ macro_rules! finish_statement {
                  insert into jobq.finished (
                      id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
                      crashes, max_crashes, priority, queue, kind, reason, result, tags, metadata,
-                     payload
+                     payload, unique_key, unique_scope
                  )
                  select id, token, $6, created_at,
                         clock_timestamp() + ($4::int8[])[n] * interval '1 microsecond',
@@ -348,7 +349,7 @@ macro_rules! finish_statement {
                         kind,
                         case when $6 = 'cancelled' then ($5::text[])[n] end,
                         case when $6 = 'completed' then ($5::text[])[n] end,
-                        tags, metadata, payload
+                        tags, metadata, payload, unique_key, unique_scope
                  from gone
                  where ($4::int8[])[n] > 0
              ),

@@ -8,25 +8,26 @@ use sqlx::Transaction;
 use sqlx::pool::PoolConnection;
 use sqlx::sqlite::{Sqlite, SqliteConnection, SqlitePool};
 
-use super::{Error, PATIENCE, Result, Schema, SqliteStore, is_busy, json, on_callers, sql};
+use super::{Error, PATIENCE, Result, Schema, SqliteStore, is_busy, json, on_callers, sql, unique};
 use crate::context::CompleteTarget;
-use crate::enqueue::EnqueueTarget;
 use crate::enqueue::sealed::Sealed;
+use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::job::{CheckedDue, CheckedJob};
+use crate::store::twins::UniqueCall;
 use crate::store::{Completion, tags_json};
 use crate::wake;
 
 impl SqliteStore {
-    pub(super) async fn insert(&self, jobs: Vec<CheckedJob>) -> Result<Vec<JobId>> {
+    pub(super) async fn insert(&self, jobs: Vec<CheckedJob>) -> Result<Vec<Enqueued>> {
         if jobs.is_empty() {
             return Ok(Vec::new());
         }
-        let rows = rows(&jobs);
+        let insert = Insert::new(&jobs)?;
         let schema = self.schema.clone();
-        let written = self.write(async move |locked| insert_rows(locked, &schema, rows).await);
-        let ids = written.await.map_err(Error::database("enqueue jobs"))?;
+        let written = self.write(async move |locked| insert.run(locked, &schema).await);
+        let enqueued = written.await.map_err(Error::database("enqueue jobs"))?;
         wake::poke();
-        Ok(ids)
+        enqueued
     }
 }
 
@@ -35,19 +36,19 @@ async fn insert_pooled(
     pool: &SqlitePool,
     schema: &Schema,
     jobs: &[CheckedJob],
-) -> Result<Vec<JobId>> {
+) -> Result<Vec<Enqueued>> {
     let action = "enqueue jobs";
     if jobs.is_empty() {
         return Ok(Vec::new());
     }
-    let rows = rows(jobs);
+    let insert = Insert::new(jobs)?;
     let patience_ends = Instant::now() + PATIENCE;
     let mut connection = pool.acquire().await.map_err(Error::database(action))?;
     loop {
-        match insert_rows(&mut connection, schema, rows.clone()).await {
-            Ok(ids) => {
+        match insert.run(&mut connection, schema).await {
+            Ok(enqueued) => {
                 wake::poke();
-                return Ok(ids);
+                return enqueued;
             }
             Err(error) if is_busy(&error) && Instant::now() < patience_ends => {
                 tokio::time::sleep(Duration::from_millis(20).mul_f64(rand::random())).await;
@@ -62,18 +63,49 @@ async fn insert_on(
     connection: &mut SqliteConnection,
     schema: &Schema,
     jobs: &[CheckedJob],
-) -> Result<Vec<JobId>> {
+) -> Result<Vec<Enqueued>> {
     if jobs.is_empty() {
         return Ok(Vec::new());
     }
-    let ids =
-        insert_rows(connection, schema, rows(jobs)).await.map_err(on_callers("enqueue jobs"))?;
+    let insert = Insert::new(jobs)?;
+    let enqueued = insert.run(connection, schema).await.map_err(on_callers("enqueue jobs"))?;
     wake::poke();
-    Ok(ids)
+    enqueued
+}
+
+/// How a call is written.
+enum Insert {
+    /// With one statement, as the table that it takes.
+    Rows(String),
+    /// Key by key.
+    Unique(UniqueCall),
+}
+
+impl Insert {
+    fn new(jobs: &[CheckedJob]) -> Result<Self> {
+        Ok(match UniqueCall::of(jobs)? {
+            Some(call) => Self::Unique(call),
+            None => Self::Rows(rows(jobs)),
+        })
+    }
+
+    async fn run(
+        &self,
+        connection: &mut SqliteConnection,
+        schema: &Schema,
+    ) -> sqlx::Result<Result<Vec<Enqueued>>> {
+        match self {
+            Self::Unique(call) => unique::insert(connection, schema, call).await,
+            Self::Rows(rows) => {
+                let ids = insert_rows(connection, schema, rows.clone()).await?;
+                Ok(Ok(ids.into_iter().map(Enqueued::Inserted).collect()))
+            }
+        }
+    }
 }
 
 /// Jobs as the table that the insert takes.
-fn rows(jobs: &[CheckedJob]) -> String {
+pub(super) fn rows(jobs: &[CheckedJob]) -> String {
     let rows = jobs.iter().map(|job| {
         let (delay, time) = match job.due {
             CheckedDue::After(delay) => (micros(delay), None),
@@ -90,6 +122,7 @@ fn rows(jobs: &[CheckedJob]) -> String {
             tags_json(&job.tags),
             job.metadata.as_deref(),
             &*job.payload,
+            job.unique.map(|unique| (unique.key.to_string(), unique.scope.as_str())),
         )
     });
     json(rows.collect::<Vec<_>>())
@@ -97,7 +130,7 @@ fn rows(jobs: &[CheckedJob]) -> String {
 
 /// Writes jobs with one statement, however many: that makes it all or none on any connection, with
 /// a transaction open or not.
-async fn insert_rows(
+pub(super) async fn insert_rows(
     connection: &mut SqliteConnection,
     schema: &Schema,
     rows: String,
@@ -106,12 +139,13 @@ async fn insert_rows(
     let mut ids: Vec<i64> = sqlx::query_scalar(sql(
         schema,
         "insert into jobq_jobs (
-             kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload
+             kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
+             unique_key, unique_scope
          )
          select value ->> 0, value ->> 1,
                 max(coalesce(value ->> 3, now_us() + (value ->> 2)), now_us()),
                 value ->> 4, value ->> 4, value ->> 5, value ->> 6, value ->> 7, value ->> 8,
-                value ->> 9
+                value ->> 9, unhex(value ->> '$[10][0]'), value ->> '$[10][1]'
          from json_each(?1)
          order by key
          returning id",
@@ -126,7 +160,7 @@ async fn insert_rows(
 
 impl Sealed for &SqlitePool {}
 impl EnqueueTarget for &SqlitePool {
-    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<JobId>> {
+    async fn write(self, jobs: Vec<CheckedJob>, schema: Schema) -> Result<Vec<Enqueued>> {
         insert_pooled(self, &schema, &jobs).await
     }
 }

@@ -8,9 +8,10 @@ use sqlx::{Decode, Sqlite};
 
 use super::{
     AttemptInfo, CancelReply, DeadFilter, DeadJob, Error, Lookup, QueueCount, Result, SqliteStore,
-    count, get, json, sql,
+    count, get, json, sql, unique,
 };
-use crate::store::{DEFAULT_RETENTION, JobInfo};
+use crate::store::twins::Retake;
+use crate::store::{DEFAULT_RETENTION, JobInfo, Redriven};
 
 impl SqliteStore {
     pub(super) async fn job(&self, id: JobId) -> Result<Lookup> {
@@ -160,6 +161,7 @@ impl SqliteStore {
                     attempt: read_count(row, "attempt")?,
                     error: read(row, "error")?,
                     payload: read(row, "payload")?,
+                    duplicate_of: read::<Option<i64>>(row, "duplicate_of")?.map(JobId),
                 })
             })
             .collect()
@@ -220,11 +222,11 @@ impl SqliteStore {
         filter: &DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> sqlx::Result<Vec<JobId>> {
+    ) -> sqlx::Result<Redriven> {
         let (schema, filter) = (self.schema.clone(), filter.clone());
-        let ids = self.write(async move |locked| {
+        let redriven = self.write(async move |locked| {
             let text = if filter.id.is_some() { REDRIVABLE_ONE } else { REDRIVABLE_ALL };
-            let mut ids: Vec<i64> = sqlx::query_scalar(sql(&schema, text))
+            let mut found: Vec<Redrivable> = sqlx::query_as(sql(&schema, text))
                 .bind(filter.id.map(|id| id.0))
                 .bind(filter.queue.as_ref())
                 .bind(filter.kind.as_ref())
@@ -233,11 +235,11 @@ impl SqliteStore {
                 .bind(after.0)
                 .fetch_all(&mut **locked)
                 .await?;
-            if let (Some(id), None, true) = (filter.id, filter.reason, ids.is_empty()) {
+            if let (Some(id), None, true) = (filter.id, filter.reason, found.is_empty()) {
                 // One job by id may also be a cancelled one; that has no reason of death.
-                ids = sqlx::query_scalar(sql(
+                found = sqlx::query_as(sql(
                     &schema,
-                    "select id
+                    "select id, token, unique_key, unique_scope
                      from jobq_finished as job
                      where id = ?1
                        and state = 'cancelled'
@@ -251,27 +253,45 @@ impl SqliteStore {
                 .fetch_all(&mut **locked)
                 .await?;
             }
+            let mut retake = Retake::default();
+            let mut ids = Vec::new();
+            for (id, token, key, scope) in found {
+                ids.push(JobId(id));
+                retake.add(JobId(id), token, key, &scope.unwrap_or_default());
+            }
+            unique::retake(locked, &schema, &mut retake).await?;
+            let redriven = retake.split(ids);
+            for (job, of) in &retake.duplicates {
+                sqlx::query(sql(&schema, "update jobq_dead set duplicate_of = ?2 where id = ?1"))
+                    .bind(job.0)
+                    .bind(of.0)
+                    .execute(&mut **locked)
+                    .await?;
+            }
             sqlx::query(sql(
                 &schema,
                 "insert into jobq_do_redrive select value from json_each(?1)",
             ))
-            .bind(json(&ids))
+            .bind(json(redriven.jobs.iter().map(|job| job.0).collect::<Vec<_>>()))
             .execute(&mut **locked)
             .await?;
-            Ok(ids)
+            Ok(redriven)
         });
-        let ids = ids.await?;
-        if !ids.is_empty() {
+        let redriven = redriven.await?;
+        if !redriven.jobs.is_empty() {
             crate::wake::poke();
         }
-        Ok(ids.into_iter().map(JobId).collect())
+        Ok(redriven)
     }
 }
+
+/// A job that may be redriven: its id and token, and what makes it unique.
+type Redrivable = (i64, i64, Option<Vec<u8>>, Option<String>);
 
 macro_rules! dead {
     ($id:literal) => {
         concat!(
-            "select id, kind, queue, reason, died_at, attempt, error, payload
+            "select id, kind, queue, reason, died_at, attempt, error, payload, duplicate_of
              from jobq_dead
              where ",
             $id,
@@ -291,7 +311,7 @@ const DEAD_ALL: &str = dead!("?1 is null");
 macro_rules! redrivable {
     ($id:literal) => {
         concat!(
-            "select id
+            "select id, token, unique_key, unique_scope
              from jobq_dead as dead
              where ",
             $id,
@@ -317,15 +337,15 @@ pub(super) const DO_REDRIVE: &str = "
     begin
         insert into jobq_jobs (
             id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
-            metadata, payload
+            metadata, payload, unique_key, unique_scope
         )
         select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-               tags, metadata, payload
+               tags, metadata, payload, unique_key, unique_scope
         from jobq_dead
         where id = new.id
         union all
         select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-               tags, metadata, payload
+               tags, metadata, payload, unique_key, unique_scope
         from jobq_finished
         where id = new.id and state = 'cancelled';
         delete from jobq_dead where id = new.id;

@@ -21,6 +21,7 @@ mod setup;
 mod sweep;
 #[cfg(test)]
 mod tests;
+mod unique;
 mod writer;
 
 use std::path::Path;
@@ -40,12 +41,14 @@ use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Decode, Row, SqlSafeStr, S
 
 use super::{
     AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, Floor, HeldJob,
-    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Schema, Settled,
-    Settlement, Shift, Store, UnleasedJob,
+    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven, Schema,
+    Settled, Settlement, Shift, Store, UnleasedJob,
 };
+use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::unique::UniqueKey;
 
 use settle::complete_on;
 use writer::{Locked, ONE_TRY, PATIENCE, Writer};
@@ -269,7 +272,7 @@ impl Store for SqliteStore {
         Box::pin(self.check())
     }
 
-    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<JobId>>> {
+    fn insert(&self, jobs: Vec<CheckedJob>) -> BoxFuture<'_, Result<Vec<Enqueued>>> {
         Box::pin(self.insert(jobs))
     }
 
@@ -396,6 +399,14 @@ impl Store for SqliteStore {
         Box::pin(within("prune finished jobs", self.prune(limit)))
     }
 
+    fn prune_keys(
+        &self,
+        after: Option<UniqueKey>,
+        limit: u32,
+    ) -> BoxFuture<'_, Result<Option<UniqueKey>>> {
+        Box::pin(within("prune unique keys", self.prune_keys(after, limit)))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -421,7 +432,7 @@ impl Store for SqliteStore {
         filter: &'a DeadFilter,
         after: JobId,
         limit: u32,
-    ) -> BoxFuture<'a, Result<Vec<JobId>>> {
+    ) -> BoxFuture<'a, Result<Redriven>> {
         Box::pin(within("redrive jobs", self.redrive(filter, after, limit)))
     }
 

@@ -234,13 +234,14 @@ pub(super) const DO_FINISH: &str = "
     begin
         insert or replace into jobq_finished (
             id, token, state, created_at, expires_at, attempt, max_attempts, interruptions, crashes,
-            max_crashes, priority, queue, kind, reason, result, tags, metadata, payload
+            max_crashes, priority, queue, kind, reason, result, tags, metadata, payload,
+            unique_key, unique_scope
         )
         select id, token, new.state, created_at, now_us() + new.retention, attempt, max_attempts,
                interruptions, crashes, max_crashes, priority, queue, kind,
                case when new.state = 'cancelled' then new.text end,
                case when new.state = 'completed' then new.text end,
-               tags, metadata, payload
+               tags, metadata, payload, unique_key, unique_scope
         from jobq_jobs
         where id = new.id and new.retention > 0;
         delete from jobq_attempts where job_id = new.id and new.retention = 0;
@@ -322,10 +323,12 @@ pub(super) const DO_BURY: &str = "
         where id = new.id;
         insert or replace into jobq_dead (
             id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
-            max_crashes, priority, queue, kind, error, tags, metadata, payload
+            max_crashes, priority, queue, kind, error, tags, metadata, payload,
+            unique_key, unique_scope
         )
         select id, token, new.death, created_at, new.attempt, max_attempts, new.interruptions,
-               new.crashes, max_crashes, priority, queue, kind, new.error, tags, metadata, payload
+               new.crashes, max_crashes, priority, queue, kind, new.error, tags, metadata, payload,
+               unique_key, unique_scope
         from jobq_jobs
         where id = new.id;
         delete from jobq_jobs where id = new.id;
@@ -395,11 +398,12 @@ async fn complete(
             schema,
             "insert or replace into jobq_finished (
                  id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
-                 crashes, max_crashes, priority, queue, kind, tags, metadata, payload
+                 crashes, max_crashes, priority, queue, kind, tags, metadata, payload,
+                 unique_key, unique_scope
              )
              select id, token, 'completed', created_at, now_us() + ?4, attempt, max_attempts,
                     interruptions, crashes, max_crashes, priority, queue, kind, tags, metadata,
-                    payload
+                    payload, unique_key, unique_scope
              from jobq_jobs
              where id = ?1 and token = ?2 and leased_by = ?3",
         ))
