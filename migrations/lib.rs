@@ -88,6 +88,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Postgres,
                 text: include_str!("postgres/0002_unique.sql"),
             },
+            Migration {
+                version: 3,
+                name: "keys",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0003_keys.sql"),
+            },
         ],
         Dialect::Mysql => &[
             Migration {
@@ -102,6 +108,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Mysql,
                 text: include_str!("mysql/0002_unique.sql"),
             },
+            Migration {
+                version: 3,
+                name: "keys",
+                dialect: Dialect::Mysql,
+                text: include_str!("mysql/0003_keys.sql"),
+            },
         ],
         Dialect::Sqlite => &[
             Migration {
@@ -115,6 +127,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 name: "unique",
                 dialect: Dialect::Sqlite,
                 text: include_str!("sqlite/0002_unique.sql"),
+            },
+            Migration {
+                version: 3,
+                name: "keys",
+                dialect: Dialect::Sqlite,
+                text: include_str!("sqlite/0003_keys.sql"),
             },
         ],
     }

@@ -10,6 +10,7 @@
 
 pub mod duration;
 pub mod job;
+pub mod key;
 pub mod lifecycle;
 pub mod outcome;
 pub mod payload;

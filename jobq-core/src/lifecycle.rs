@@ -18,6 +18,8 @@
 //! | cancel | waiting, pending → cancelled | unleased | an operator |
 //! | redrive | dead, cancelled → pending | the row still there, no twin has its key; old id and token kept | an operator |
 //! | replace | pending → pending, waiting → waiting | unleased; of a job unique until it starts: never claimed | a twin's enqueue |
+//! | claim: put aside | pending, running → waiting | unleased, or lease and no cancel requested; another job has its key | – |
+//! | settle, cancel, sweep: wake | waiting → pending, front | the first of its key that may run | – |
 //! | sweep: hurry | pending → pending, express | unleased, token | a late find |
 //! | sweep: park | pending → waiting | unleased, token, no live session knows the kind | – |
 //! | sweep: unpark | waiting → pending | unleased, token, a live session knows the kind | – |

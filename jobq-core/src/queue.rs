@@ -13,13 +13,33 @@ pub const PRIORITIES: RangeInclusive<i16> = -4..=4;
 
 /// The band of a job that runs next: rescued, released or found late.
 ///
-/// A band orders jobs within a queue. It is the job's priority, or this number, which every
-/// claim looks at first.
+/// A band orders jobs within a queue. It is the job's priority, its [`front`], or this number, which
+/// every claim looks at first.
 pub const EXPRESS: i16 = i16::MAX;
 
-/// Every band, in the order in which a claim looks at them.
+/// Every band that every claim looks at, in the order in which it does.
 pub fn bands() -> impl Iterator<Item = i16> {
     std::iter::once(EXPRESS).chain(PRIORITIES.rev())
+}
+
+/// The band of jobs that have waited for their key and now have its grant: before all others of their
+/// priority, for they had been due before them.
+pub const fn front(priority: i16) -> i16 {
+    priority + 100
+}
+
+/// Whether a band is the [`front`] of a priority.
+pub fn is_front(band: i16) -> bool {
+    (front(*PRIORITIES.start())..=front(*PRIORITIES.end())).contains(&band)
+}
+
+/// The band of jobs that wait for their key, at which no claim looks.
+pub const ASIDE: i16 = i16::MIN;
+
+/// Every band that a claim may look at, in order: [`bands`] and before each priority its [`front`].
+pub fn bands_with_fronts() -> impl Iterator<Item = i16> {
+    let priorities = PRIORITIES.rev().flat_map(|priority| [front(priority), priority]);
+    std::iter::once(EXPRESS).chain(priorities)
 }
 
 /// Why a name or a priority was refused.
@@ -92,5 +112,10 @@ mod tests {
         assert_eq!(bands[..2], [EXPRESS, 4]);
         assert_eq!(bands.len(), 10);
         assert!(bands.is_sorted_by(|a, b| a > b));
+        let all: Vec<i16> = bands_with_fronts().collect();
+        assert_eq!(all[..5], [EXPRESS, 104, 4, 103, 3]);
+        assert_eq!(all.len(), 19);
+        assert!(all.iter().all(|band| is_front(*band) != bands.contains(band)));
+        assert!(!is_front(ASIDE) && !bands.contains(&ASIDE));
     }
 }

@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use jobq_core::key::OnBlock;
 use jobq_core::retry::Backoff;
 use jobq_core::unique::{OnConflict, Unique, UniqueScope};
 use jobq_core::{duration, queue};
@@ -52,6 +53,9 @@ pub(crate) struct Options {
     pub(crate) backoff: Option<BackoffOptions>,
     pub(crate) retention: Option<Value<Duration>>,
     pub(crate) unique: Option<UniqueOptions>,
+    /// The parameters of which the key is made.
+    pub(crate) key: Option<Vec<Ident>>,
+    pub(crate) on_block: Option<OnBlock>,
     pub(crate) krate: Option<Path>,
     pub(crate) register: bool,
 }
@@ -94,6 +98,8 @@ const OPTIONS: &[(&str, &str)] = &[
     ("backoff", "backoff(base = \"5s\", factor = 2.0, cap = \"1h\")"),
     ("retention", "retention = \"7d\""),
     ("unique", "unique(by(image_id), scope = \"until_started\", on_conflict = \"replace\")"),
+    ("key", "key = image_id"),
+    ("on_block", "on_block = \"skip\""),
     ("crate", "crate = \"my::jobq\""),
     ("register", "register = false"),
 ];
@@ -155,9 +161,12 @@ impl Options {
             backoff: None,
             retention: None,
             unique: None,
+            key: None,
+            on_block: None,
             krate: None,
             register: true,
         };
+        let mut on_block = None;
         for entry in entries(tokens, "`#[job]`", OPTIONS, problems) {
             let problems = &mut *problems;
             match entry.key {
@@ -172,10 +181,23 @@ impl Options {
                 "backoff" => options.backoff = entry.backoff(problems),
                 "retention" => options.retention = entry.duration(problems),
                 "unique" => options.unique = entry.unique(problems),
+                "key" => {
+                    // What is wrong with it is said; then `on_block` is not to be complained about too.
+                    options.key = Some(entry.key_parameters(problems).unwrap_or_default());
+                }
+                "on_block" => {
+                    on_block = Some(entry.ident.clone());
+                    options.on_block = entry.on_block(problems);
+                }
                 "crate" => options.krate = entry.path(problems),
                 "register" => options.register = entry.bool(problems).unwrap_or(true),
                 _ => {} // `entries` lets only the keys of `OPTIONS` through.
             }
+        }
+        if let (None, Some(place)) = (&options.key, on_block) {
+            let words = "`on_block` is for jobs with a key: `key = image_id`; for a key that is given at \
+                         enqueue, say `.on_block(…)` there too";
+            problems.at(place, words);
         }
         options
     }
@@ -207,6 +229,23 @@ enum Given {
     List(TokenTree, TokenStream),
     /// Its name alone, as those of [`FLAGS`] may be given.
     Name,
+}
+
+/// The names of parameters in a list.
+fn parameters(list: TokenStream, key: &str, example: &str, problems: &mut Problems) -> Vec<Ident> {
+    let mut names: Vec<Ident> = Vec::new();
+    for item in split_at_commas(list) {
+        match syn::parse2::<Ident>(ungroup_tokens(item.clone())) {
+            Ok(name) if names.contains(&name) => {
+                problems.at(&name, format!("`{name}` is given twice; give it once"));
+            }
+            Ok(name) => names.push(name),
+            Err(_) => {
+                problems.at(item, format!("`{key}` takes names of parameters: `{example}`"));
+            }
+        }
+    }
+    names
 }
 
 /// Splits `key = value, key(list), ...` and refuses unknown and repeated keys.
@@ -702,20 +741,41 @@ impl Entry {
             problems.at(tree, Unique::by(&[]).problem().unwrap_or_default());
             return None;
         }
-        let mut names: Vec<Ident> = Vec::new();
-        for item in split_at_commas(list) {
-            match syn::parse2::<Ident>(ungroup_tokens(item.clone())) {
-                Ok(name) if names.contains(&name) => {
-                    problems.at(&name, format!("`{name}` is given twice; give it once"));
-                }
-                Ok(name) => names.push(name),
-                Err(_) => {
-                    let words = format!("`by` takes names of parameters: `{}`", self.example);
-                    problems.at(item, words);
+        Some(parameters(list, self.key, self.example, problems))
+    }
+
+    /// The names in `key = name` or `key(...)`.
+    fn key_parameters(self, problems: &mut Problems) -> Option<Vec<Ident>> {
+        const HOW: &str = "`key` takes a parameter, or a list of them: `key = image_id` or \
+                           `key(user_id, image_id)`; a key that is made of none is given at enqueue: \
+                           `.key(\"…\")`";
+        match self.given {
+            Given::List(tree, list) if list.is_empty() => problems.at(tree, HOW),
+            Given::List(_, list) => {
+                return Some(parameters(list, "key", "key(user_id, image_id)", problems));
+            }
+            Given::Value(value) => {
+                let value = ungroup(value);
+                match syn::parse2::<Ident>(value.to_token_stream()) {
+                    Ok(name) => return Some(vec![name]),
+                    Err(_) => problems.at(value, HOW),
                 }
             }
+            Given::Name => {}
         }
-        Some(names)
+        None
+    }
+
+    fn on_block(self, problems: &mut Problems) -> Option<OnBlock> {
+        let word = self.string(problems)?;
+        match &*word.value() {
+            "block" => Some(OnBlock::Block),
+            "skip" => Some(OnBlock::Skip),
+            _ => {
+                problems.at(word, "`on_block` is \"block\" or \"skip\"");
+                None
+            }
+        }
     }
 
     /// A word, or how long.
@@ -871,7 +931,8 @@ mod tests {
     #[test]
     fn every_example_given_in_a_message_is_accepted() {
         for (key, example) in OPTIONS {
-            let (_, words) = read(example);
+            let with = if *key == "on_block" { "key = image_id, " } else { "" };
+            let (_, words) = read(&format!("{with}{example}"));
             assert_eq!(words, [""; 0], "{key}");
         }
         for (key, example) in BACKOFF_OPTIONS {

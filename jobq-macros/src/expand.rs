@@ -11,6 +11,7 @@
 
 use std::time::Duration;
 
+use jobq_core::key::OnBlock;
 use jobq_core::unique::{OnConflict, UniqueScope};
 use proc_macro2::{Group, Ident, Literal, Span, TokenStream, TokenTree};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
@@ -406,6 +407,7 @@ impl<'a> Writer<'a> {
         let some = |value| quote!(::core::option::Option::Some(#value));
         let Options { queue, lease, timeout, max_attempts, .. } = self.options;
         let Options { max_crashes, priority, backoff, retention, unique, .. } = self.options;
+        let Options { key, on_block, .. } = self.options;
         let fields = [
             queue.as_ref().map(|it| field("queue", None, it.to_token_stream())),
             lease.as_ref().map(|it| field("lease", it.place(), duration(it))),
@@ -416,6 +418,17 @@ impl<'a> Writer<'a> {
             backoff.as_ref().map(|it| field("backoff", it.place(), self.backoff(it))),
             retention.as_ref().map(|it| field("retention", it.place(), some(duration(it)))),
             unique.as_ref().map(|it| field("unique", None, some(self.unique(it)))),
+            key.as_ref().map(|it| {
+                let names = self.json_keys(it);
+                field("key", None, some(quote!(&[#(#names),*])))
+            }),
+            on_block.map(|it| {
+                let variant = match it {
+                    OnBlock::Block => quote!(Block),
+                    OnBlock::Skip => quote!(Skip),
+                };
+                field("on_block", None, quote!(#jobq::OnBlock::#variant))
+            }),
         ];
         let others = fields.iter().any(Option::is_none);
         let others = others.then(|| quote!(..#jobq::JobOptions::DEFAULT));
@@ -435,13 +448,18 @@ impl<'a> Writer<'a> {
         quote!(#private::Backoff { base: #base, factor: #factor, cap: #cap })
     }
 
+    /// What parameters are called in the payload.
+    fn json_keys(&self, names: &[Ident]) -> Vec<String> {
+        let named = |name| move |param: &&Param| param.name.as_ref() == Some(name);
+        let key = |name| self.function.payload().find(named(name))?.key();
+        names.iter().filter_map(key).collect()
+    }
+
     fn unique(&self, unique: &UniqueOptions) -> TokenStream {
         let jobq = &self.jobq;
         let mut written = quote!(#jobq::Unique::DEFAULT);
         if let Some(by) = &unique.by {
-            let named = |name| move |param: &&Param| param.name.as_ref() == Some(name);
-            let key = |name| self.function.payload().find(named(name))?.key();
-            let keys = by.iter().filter_map(key);
+            let keys = self.json_keys(by);
             written = quote!(#jobq::Unique::by(&[#(#keys),*]));
         }
         match unique.scope {

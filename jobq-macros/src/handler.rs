@@ -61,6 +61,11 @@ pub(crate) enum Form {
     Whole,
 }
 
+/// What to do where a parameter has no key of its own in the payload.
+const UNIQUE_BY_FIELDS: &str = "leave `by` out, or name its fields at enqueue: \
+                                `.unique(Unique::by(&[\"…\"]))`";
+const KEY_OF_FIELDS: &str = "give the key at enqueue: `.key(\"…\")`";
+
 impl Parse for JobFn {
     fn parse(input: ParseStream) -> syn::Result<Self> {
         Ok(Self {
@@ -130,6 +135,7 @@ impl JobFn {
         self.params = params;
         self.check_payload(problems);
         self.check_unique(options, problems);
+        self.check_key(options, problems);
         self.check_return(problems);
     }
 
@@ -227,22 +233,32 @@ impl JobFn {
 
     /// Checks that jobs are unique by parameters that there are.
     fn check_unique(&self, options: &Options, problems: &mut Problems) {
-        let Some(by) = options.unique.as_ref().and_then(|unique| unique.by.as_ref()) else {
-            return;
-        };
-        for name in by {
+        if let Some(by) = options.unique.as_ref().and_then(|unique| unique.by.as_ref()) {
+            self.check_names(by, UNIQUE_BY_FIELDS, problems);
+        }
+    }
+
+    /// Checks that keys are made of parameters that there are.
+    fn check_key(&self, options: &Options, problems: &mut Problems) {
+        if let Some(key) = &options.key {
+            self.check_names(key, KEY_OF_FIELDS, problems);
+        }
+    }
+
+    /// Checks that parameters are there, and have keys in the payload; `instead` is what to do where
+    /// they have none.
+    fn check_names(&self, names: &[Ident], instead: &str, problems: &mut Problems) {
+        for name in names {
             let words = match self.params.iter().find(|param| param.name.as_ref() == Some(name)) {
                 Some(param) if !matches!(param.role, Role::Payload { .. }) => {
                     format!("`{name}` is injected, not stored; name a parameter of the payload")
                 }
-                Some(Param { role: Role::Payload { form: Form::Whole, .. }, .. }) => format!(
-                    "`{name}` is the whole payload; leave `by` out, or name its fields at enqueue: \
-                     `.unique(Unique::by(&[\"…\"]))`"
-                ),
-                Some(param) if param.key().is_none() => format!(
-                    "`{name}` has no key of its own in the payload; leave `by` out, or name its \
-                     fields at enqueue: `.unique(Unique::by(&[\"…\"]))`"
-                ),
+                Some(Param { role: Role::Payload { form: Form::Whole, .. }, .. }) => {
+                    format!("`{name}` is the whole payload; {instead}")
+                }
+                Some(param) if param.key().is_none() => {
+                    format!("`{name}` has no key of its own in the payload; {instead}")
+                }
                 Some(_) => continue,
                 None => {
                     let names = self.payload().filter_map(|param| param.name.as_ref());

@@ -90,6 +90,8 @@ mod handler;
 /// | `backoff(base = "2s", factor = 2.0, cap = "10m")` | the wait before a retry | 5 s, 2.0, 1 h |
 /// | `retention = "7d"` | how long a finished job is kept | the queue's |
 /// | `unique`, `unique(…)` | of jobs with equal parameters only one is to be; see below | no |
+/// | `key = image_id`, `key(user_id, image_id)` | jobs with the same run one at a time, in order; see below | none |
+/// | `on_block = "skip"` | those behind a job with their key that cannot run now go on | `"block"`: they wait |
 /// | `crate = "my::jobq"` | where jobq is, if renamed or re-exported | `::jobq` |
 /// | `register = false` | leaves it to you to give the job to the runtime | `true` |
 ///
@@ -114,6 +116,13 @@ mod handler;
 /// | `on_conflict = "debounce", max_wait = "1m"` | the same, but put off by no more than `max_wait` | |
 ///
 /// [`Unique`] says more, and how to choose for each job.
+///
+/// # Keys
+///
+/// Jobs with one key run one at a time, in the order in which they were enqueued, however many workers
+/// there are. `key = image_id` makes the key of the job that is enqueued for image 7 `image_id=7`; jobs
+/// of other kinds that have the same key are in the same line. If all of its parameters are `null`, a
+/// job has no key. `.key("…")` gives one job a key of its own.
 ///
 /// [`Unique`]: ../jobq/struct.Unique.html
 /// [`NewJob`]: ../jobq/struct.NewJob.html
@@ -226,7 +235,8 @@ mod tests {
     fn no_change_of_a_right_token_stream_makes_the_macro_panic() {
         let options = r#"queue = "a", lease = "1s", backoff(base = "1s", factor = 1.5), aliases("x"),
             max_attempts = 3, priority = -1, timeout = T, crate = "a::b", register = true,
-            unique(by(image_id, a), scope = "1h", on_conflict = "debounce", max_wait = "1m")"#;
+            unique(by(image_id, a), scope = "1h", on_conflict = "debounce", max_wait = "1m"),
+            key(image_id, a), on_block = "skip""#;
         let items = [
             RESIZE,
             "#[a] pub(in a::b) fn f(#[serde(default, rename = \"x\", with = \"a\")] mut a: Vec<u8>, \
@@ -265,6 +275,8 @@ mod tests {
         "scope",
         "on_conflict",
         "max_wait",
+        "key",
+        "on_block",
     ];
 
     const ITEM_WORDS: &[&str] = &[

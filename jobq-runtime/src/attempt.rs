@@ -122,8 +122,9 @@ pub(crate) async fn run(worker: Arc<Worker>, job: ClaimedJob, slot: Slot, contro
 async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<Settlement> {
     let def = worker.registry.get(&job.kind);
     let retention = worker.retention(&job.queue, def);
+    let (lease, key) = (job.lease, job.key.clone());
     let settlement =
-        |transition| Settlement { lease: job.lease, transition, retention, doubtful: false };
+        |transition| Settlement { lease, transition, retention, doubtful: false, key: key.clone() };
     if let Some(transition) = lifecycle::admit(job.counters, job.limits) {
         return Some(settlement(transition));
     }

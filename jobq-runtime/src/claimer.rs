@@ -16,9 +16,10 @@ use tokio_util::task::TaskTracker;
 
 use crate::attempt::{self, Control};
 use crate::error::{Error, Result};
+use crate::key;
 use crate::runtime::catch_panic;
 use crate::settler::Finished;
-use crate::store::{Claim, ClaimedJob, QueueClaim, Settled, Settlement, WakeUp};
+use crate::store::{Claim, ClaimedJob, QueueClaim, Settled, Settlement, Turn, WakeUp};
 use crate::worker::{Pass, Slot, Worker, locked};
 
 /// The first waits of an idle worker, doubling; a job enqueued in a transaction that is still open
@@ -254,7 +255,12 @@ impl<'w> Claimer<'w> {
             self.next_due = None;
         }
         for job in claimed.jobs {
-            self.start(job);
+            match job.turn {
+                Turn::Runs => self.start(job),
+                Turn::Waits => locked(&worker.floors).expect_front(&job.queue, ended),
+                // As nobody here knows of it, it is given back.
+                Turn::Undecided => self.reconcile_at.insert(0, ended),
+            }
         }
         Ok(if full { Looked::More } else { Looked::NothingDue })
     }
@@ -359,7 +365,13 @@ impl<'w> Claimer<'w> {
             other => other,
         };
         let retention = self.worker.retention(&job.queue, self.worker.registry.get(&job.kind));
-        let settlement = Settlement { lease: job.lease, transition, retention, doubtful: false };
+        let settlement = Settlement {
+            lease: job.lease,
+            transition,
+            retention,
+            doubtful: false,
+            key: job.key.clone(),
+        };
         let span = tracing::info_span!("job", id = job.lease.job.0, kind = %job.kind);
         let finished = Finished { settlement, control, slot, span, refused: false };
         self.worker.settle(finished).await;
@@ -400,6 +412,7 @@ impl<'w> Claimer<'w> {
                     },
                     retention: crate::store::DEFAULT_RETENTION,
                     doubtful: false,
+                    key: job.key,
                 })
                 .collect();
             if !unknown.is_empty() {
@@ -407,7 +420,7 @@ impl<'w> Claimer<'w> {
                     jobs = unknown.len(),
                     "giving back jobs of a claim whose reply was lost"
                 );
-                let settled = worker.store.settle(&unknown).await?;
+                let settled = key::settle(&*worker.store, &unknown).await?;
                 all_ended &= !settled
                     .iter()
                     .any(|settled| matches!(settled, Settled::Busy | Settled::CancelRequested));
@@ -439,11 +452,18 @@ impl<'w> Claimer<'w> {
         // The rows that it has locked would be passed by here, and be due when we have ended.
         let _sweeping = worker.sweeping.lock().await;
         let rescued = crate::sweep::rescue(&*worker.store, false).await?;
-        if rescued + worker.unpark().await? > 0 {
+        let passed_on = crate::sweep::pass_on_all_grants(&*worker.store).await?;
+        if rescued + passed_on + worker.unpark().await? > 0 {
             return Ok(true);
         }
         let proven = crate::sweep::proven_floors(&*self.worker.store).await?;
-        locked(&self.worker.floors).restart(proven);
+        {
+            let mut floors = locked(&self.worker.floors);
+            floors.restart(proven);
+            for queue in &worker.queues {
+                floors.expect_front(&queue.name, Instant::now());
+            }
+        }
         let looked = self.claim().await?;
         Ok(!matches!(looked, Looked::NothingDue)
             || self.worker.running_count() > 0
@@ -565,6 +585,7 @@ mod tests {
             tags: Vec::new(),
             metadata: None,
             unique: None,
+            key: None,
         };
         worker.store.insert(vec![moved]).await.expect("the sweep commits");
         drop(sweeping);

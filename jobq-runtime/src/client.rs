@@ -9,7 +9,10 @@ use crate::enqueue::sealed::Sealed;
 use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::job::CheckedJob;
-use crate::store::{CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Redriven, Schema, Store};
+use crate::key;
+use crate::store::{
+    BlockedKey, CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Redriven, Schema, Store,
+};
 
 /// jobq in one database: enqueues jobs, shows and mends them, and is what a
 /// [`Runtime`](crate::Runtime) runs on.
@@ -399,7 +402,30 @@ impl Client {
     ///
     /// Database errors.
     pub async fn cancel(&self, id: JobId) -> Result<CancelReply> {
-        self.store.cancel(id).await
+        let (reply, key) = self.store.cancel(id).await?;
+        key::pass_on(&*self.store, key.into_iter().collect()).await;
+        Ok(reply)
+    }
+
+    /// Keys for which jobs wait, and what for: in order, those after `after`, up to `limit`.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn blocked_keys(&self, after: Option<&str>, limit: u32) -> Result<Vec<BlockedKey>> {
+        self.store.blocked_keys(after, limit).await
+    }
+
+    /// Lets the jobs of a key go on that wait for a dead one: that one stays dead, and may still be
+    /// redriven, but holds nobody up any more. False if the key is not held up by a dead job.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn unblock_key(&self, key: &str) -> Result<bool> {
+        let unblocked = self.store.unblock_key(key).await?;
+        key::pass_on(&*self.store, vec![key.to_owned()]).await;
+        Ok(unblocked)
     }
 
     /// Makes dead jobs that match pending again, with their attempts counted anew; with

@@ -13,7 +13,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use jobq_core::queue::bands;
+use jobq_core::queue::{bands, bands_with_fronts, is_front};
 use jobq_core::time::Timestamp;
 
 use crate::store::{Claimed, Floor, QueueClaim, QueueFloor};
@@ -27,9 +27,15 @@ const FAR: Duration = Duration::from_secs(2);
 /// The shortest time between two far looks; a slow one waits 20 times what it took.
 const FAR_EVERY: Duration = Duration::from_millis(50);
 
+/// For how long after the last job from the front of a priority every claim looks there; else only those
+/// that look far back do. Only keys have anything there.
+const FRONTS_FOR: Duration = Duration::from_secs(2);
+
 /// Where claims begin, for each queue and band of one process.
 pub(crate) struct Floors {
     places: HashMap<(String, i16), Floor>,
+    /// When a claim last brought a job from the front of a priority.
+    fronts: HashMap<String, Instant>,
     /// Up to when the last claim has seen everything, and when that was here.
     seen: Option<(Timestamp, Instant)>,
     next_far: Instant,
@@ -40,7 +46,7 @@ impl Floors {
     pub(crate) fn new(proven: Vec<QueueFloor>, now: Instant) -> Self {
         let places =
             proven.into_iter().map(|floor| ((floor.queue, floor.band), floor.floor)).collect();
-        Self { places, seen: None, next_far: now }
+        Self { places, fronts: HashMap::new(), seen: None, next_far: now }
     }
 
     /// Where the next claim begins in each band of a queue.
@@ -52,13 +58,22 @@ impl Floors {
             let estimate = seen.plus(now.saturating_duration_since(at)).minus(FAR);
             Floor { run_after: estimate, id: 0 }
         });
-        let floors = bands()
-            .map(|band| {
-                let place = self.place(queue, band);
-                (band, back.map_or(place, |back| back.min(place)))
-            })
-            .collect();
+        let floor = |band| {
+            let place = self.place(queue, band);
+            (band, back.map_or(place, |back| back.min(place)))
+        };
+        let fronts = far || self.fronts.get(queue).is_some_and(|at| now - *at < FRONTS_FOR);
+        let floors = if fronts {
+            bands_with_fronts().map(floor).collect()
+        } else {
+            bands().map(floor).collect()
+        };
         QueueClaim { queue: queue.to_owned(), limit, floors }
+    }
+
+    /// Notes that there may be jobs at the front of a queue's priorities.
+    pub(crate) fn expect_front(&mut self, queue: &str, now: Instant) {
+        self.fronts.insert(queue.to_owned(), now);
     }
 
     fn place(&self, queue: &str, band: i16) -> Floor {
@@ -78,6 +93,9 @@ impl Floors {
     /// Learns from what a claim brought.
     pub(crate) fn advance(&mut self, asked: &[QueueClaim], claimed: &Claimed, now: Instant) {
         self.seen = Some((claimed.seen_to, now));
+        for job in claimed.jobs.iter().filter(|job| is_front(job.band)) {
+            self.expect_front(&job.queue, now);
+        }
         let near = Floor { run_after: claimed.seen_to.minus(NEAR), id: 0 };
         for queue in asked {
             let mut brought = 0;
@@ -139,7 +157,7 @@ mod tests {
     use jobq_core::queue::EXPRESS;
 
     use super::*;
-    use crate::store::ClaimedJob;
+    use crate::store::{ClaimedJob, Turn};
 
     const SECOND: i64 = 1_000_000;
 
@@ -156,6 +174,8 @@ mod tests {
             tags: Vec::new(),
             metadata: serde_json::Map::new(),
             payload: String::new(),
+            key: None,
+            turn: Turn::Runs,
         }
     }
 

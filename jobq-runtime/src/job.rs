@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::time::{Duration, SystemTime};
 
+use jobq_core::key::{self, OnBlock};
 use jobq_core::payload::{self, PayloadError};
 use jobq_core::queue::{DEFAULT_QUEUE, check_name, check_priority};
 use jobq_core::retry::Backoff;
@@ -14,6 +15,7 @@ use serde::de::DeserializeOwned;
 use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::handler::{Handler, Need};
+use crate::key::{JobKey, of_payload};
 use crate::store::tags_json;
 use crate::unique::{self, UniqueKey};
 
@@ -59,6 +61,11 @@ pub struct JobOptions {
     pub retention: Option<Duration>,
     /// Which of its jobs are twins, of which only one is to be. Default: none.
     pub unique: Option<Unique>,
+    /// The parameters of which a job's key is made: jobs with one key run one at a time, in the order
+    /// in which they were enqueued. Default: none.
+    pub key: Option<&'static [&'static str]>,
+    /// What becomes of the jobs behind one with their key that cannot run now. Default: they wait.
+    pub on_block: OnBlock,
 }
 
 impl JobOptions {
@@ -73,6 +80,8 @@ impl JobOptions {
         backoff: Backoff::DEFAULT,
         retention: None,
         unique: None,
+        key: None,
+        on_block: OnBlock::Block,
     };
 
     /// The shortest lease that can be renewed in time: 1 s.
@@ -175,6 +184,17 @@ pub struct NewJob {
     pub(crate) unique_is_own: bool,
     /// What makes it unique instead of its payload.
     pub(crate) unique_key: Option<Cow<'static, str>>,
+    pub(crate) key: NewKey,
+    pub(crate) on_block: OnBlock,
+}
+
+/// The key of a new job.
+#[derive(Debug)]
+pub(crate) enum NewKey {
+    None,
+    /// Made of these parameters.
+    By(&'static [&'static str]),
+    Given(Cow<'static, str>),
 }
 
 /// When a new job is wanted.
@@ -201,6 +221,8 @@ impl NewJob {
             unique: options.unique,
             unique_is_own: true,
             unique_key: None,
+            key: options.key.map_or(NewKey::None, NewKey::By),
+            on_block: options.on_block,
         }
     }
 
@@ -279,6 +301,28 @@ impl NewJob {
         self
     }
 
+    /// Gives the job a key, instead of its function's: jobs with the same key, of whatever kind and in
+    /// whatever queue, run one at a time, in the order in which they were enqueued.
+    ///
+    /// A key is a text of 1 to 200 bytes.
+    pub fn key(mut self, key: impl Into<Cow<'static, str>>) -> Self {
+        self.key = NewKey::Given(key.into());
+        self
+    }
+
+    /// Enqueues the job without a key, whatever its function says.
+    pub fn without_key(mut self) -> Self {
+        self.key = NewKey::None;
+        self
+    }
+
+    /// Says what becomes of the jobs behind this one with the same key while this one cannot run: it
+    /// is retried or snoozed, is scheduled for later, or is dead.
+    pub fn on_block(mut self, on_block: OnBlock) -> Self {
+        self.on_block = on_block;
+        self
+    }
+
     /// Writes the job.
     ///
     /// The target is a [`Client`](crate::Client), a pool, a connection or **your own open
@@ -346,6 +390,15 @@ impl NewJob {
             }
             None => None,
         };
+        let key = match self.key {
+            NewKey::None => None,
+            NewKey::By(by) => of_payload(&payload, by),
+            NewKey::Given(key) => Some(key.into_owned()),
+        };
+        if let Some(problem) = key.as_deref().and_then(key::problem_of) {
+            return Err(Error::BadOption { option: "key", problem: problem.to_owned() });
+        }
+        let key = key.map(|text| JobKey { text, on_block: self.on_block });
         let job = CheckedJob {
             priority: check_priority(self.priority)?,
             kind,
@@ -357,6 +410,7 @@ impl NewJob {
             tags: self.tags,
             metadata,
             unique,
+            key,
         };
         let size = job.size();
         if size > payload_limit {
@@ -415,6 +469,7 @@ pub struct CheckedJob {
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: Option<String>,
     pub(crate) unique: Option<CheckedUnique>,
+    pub(crate) key: Option<JobKey>,
 }
 
 /// How a checked job is unique.

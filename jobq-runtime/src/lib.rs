@@ -27,6 +27,7 @@ mod handler;
 #[cfg(feature = "runtime")]
 mod heartbeat;
 mod job;
+mod key;
 #[cfg(feature = "runtime")]
 mod registry;
 #[cfg(feature = "runtime")]
@@ -52,12 +53,13 @@ pub use handler::{
     BoxError, Call, Control, Inject, IntoOutcome, Need, State, cancel, discard, retry_after, snooze,
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
+pub use jobq_core::key::OnBlock;
 pub use jobq_core::unique::{OnConflict, Unique, UniqueScope};
 #[cfg(feature = "runtime")]
 pub use runtime::{DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime};
 pub use store::{
-    AttemptInfo, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup, QueueCount,
-    Schema,
+    AttemptInfo, BlockedKey, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup,
+    QueueCount, Schema,
 };
 pub use tokio_util::sync::CancellationToken;
 

@@ -15,6 +15,7 @@ use tokio::time::{sleep, timeout};
 use tracing::Span;
 
 use crate::attempt::{Control, describe};
+use crate::key;
 use crate::store::{Settled, Settlement};
 use crate::worker::{Slot, Worker};
 
@@ -110,12 +111,12 @@ impl Inbox {
 async fn write(worker: &Worker, batch: &mut Vec<Finished>) -> crate::Result<()> {
     let settlements: Vec<Settlement> =
         batch.iter().map(|finished| finished.settlement.clone()).collect();
-    let mut settled = worker.store.settle(&settlements).await;
+    let mut settled = key::settle(&*worker.store, &settlements).await;
     if settled.as_ref().is_err_and(|error| !error.is_transient()) {
         // One that the database refuses must not hold up the others.
         let mut each = Vec::with_capacity(settlements.len());
         for (settlement, finished) in settlements.iter().zip(batch.iter_mut()) {
-            match worker.store.settle(std::slice::from_ref(settlement)).await {
+            match key::settle(&*worker.store, std::slice::from_ref(settlement)).await {
                 Ok(one) => each.extend(one),
                 Err(error) => {
                     finished.settlement.doubtful = true;

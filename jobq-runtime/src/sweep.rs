@@ -12,12 +12,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use jobq_core::lifecycle;
-use jobq_core::queue::bands;
+use jobq_core::queue::bands_with_fronts;
 use jobq_core::time::Timestamp;
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
 
 use crate::error::Result;
+use crate::key;
 use crate::store::{
     DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, QueueFloor, Settled, Settlement,
     Shift, Store, UnleasedJob,
@@ -99,6 +100,7 @@ pub(crate) async fn run(worker: Arc<Worker>) {
         search_at: Instant::now(),
         last: None,
         keys_to: None,
+        grants_to: None,
         careful_until: Instant::now() + CAREFUL,
     };
     // Spread the processes of a fleet that started together.
@@ -122,6 +124,8 @@ struct Sweep<'w> {
     last: Option<(Timestamp, Instant)>,
     /// Up to where the keys of unique jobs were looked through; `None` is the beginning.
     keys_to: Option<UniqueKey>,
+    /// The same with the grants of keys.
+    grants_to: Option<String>,
     careful_until: Instant,
 }
 
@@ -174,6 +178,7 @@ impl Sweep<'_> {
         store.note_duty(DUTY, holder, &text).await?;
         let pruned = while_full(|| store.prune(STEP)).await?;
         self.prune_keys().await?;
+        self.pass_on_grants().await?;
         Ok(found.whole && pruned)
     }
 
@@ -183,6 +188,21 @@ impl Sweep<'_> {
         loop {
             self.keys_to = self.worker.store.prune_keys(self.keys_to, STEP).await?;
             if self.keys_to.is_none() || started.elapsed() > STEP_TIME {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Looks through a part of the grants of keys, and passes on those whose job is gone: whoever
+    /// settled it was not able to. The next pass goes on from there.
+    async fn pass_on_grants(&mut self) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            let store = &*self.worker.store;
+            let stale = store.stale_grants(self.grants_to.as_deref(), STEP).await?;
+            key::pass_on(store, stale.keys).await;
+            self.grants_to = stale.next;
+            if self.grants_to.is_none() || started.elapsed() > STEP_TIME {
                 return Ok(());
             }
         }
@@ -213,6 +233,19 @@ async fn while_full<F: Future<Output = Result<u64>>>(mut step: impl FnMut() -> F
         }
     }
     Ok(true)
+}
+
+/// Passes on all grants of keys whose job is gone; returns how many jobs it has woken.
+pub(crate) async fn pass_on_all_grants(store: &dyn Store) -> Result<u64> {
+    let (mut woken, mut after) = (0, None);
+    loop {
+        let stale = store.stale_grants(after.as_deref(), STEP).await?;
+        woken += key::pass_on(store, stale.keys).await;
+        match stale.next {
+            Some(next) => after = Some(next),
+            None => return Ok(woken),
+        }
+    }
 }
 
 /// Takes back the jobs of sessions whose lease expired; returns how many.
@@ -251,13 +284,13 @@ pub(crate) async fn rescue(store: &dyn Store, orphans: bool) -> Result<u64> {
 
 /// Settles jobs, of which one that the database refuses must not hold up the others.
 async fn settle_each(store: &dyn Store, settlements: &[Settlement]) -> Result<Vec<Settled>> {
-    match store.settle(settlements).await {
+    match key::settle(store, settlements).await {
         Err(error) if !error.is_transient() => (),
         settled => return settled,
     }
     let mut each = Vec::with_capacity(settlements.len());
     for settlement in settlements {
-        match store.settle(std::slice::from_ref(settlement)).await {
+        match key::settle(store, std::slice::from_ref(settlement)).await {
             Ok(settled) => each.extend(settled),
             Err(error) if error.is_transient() => return Err(error),
             Err(error) => {
@@ -279,6 +312,7 @@ fn rescuing(job: &HeldJob) -> Settlement {
         transition: lifecycle::rescue(job.counters, job.limits, job.isolated, job.cancel_requested),
         retention: DEFAULT_RETENTION,
         doubtful: false,
+        key: job.key.clone(),
     }
 }
 
@@ -308,7 +342,7 @@ pub(crate) async fn find_late(
     let reach = Reach::new(&sessions);
     let mut found = Found { unknown: HashSet::new(), whole: true };
     for queue in &reach.queues {
-        for band in bands() {
+        for band in bands_with_fronts() {
             let Some(to) = reach.farthest(queue, band) else { continue };
             let from = notes
                 .floors

@@ -81,7 +81,7 @@ impl Digester {
 
 /// JSON text with the keys of every object in order, and everything else as it was written: numbers
 /// keep all their digits.
-fn canonical(text: &str) -> String {
+pub(crate) fn canonical(text: &str) -> String {
     if text.starts_with('{') {
         let fields: BTreeMap<String, &RawValue> = serde_json::from_str(text).unwrap_or_default();
         let fields = fields

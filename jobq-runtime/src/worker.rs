@@ -434,8 +434,13 @@ mod tests {
         let (mut slot, control) = worker.hold(lease, permit);
         slot.admit(Pass::shared().await);
         let transition = lifecycle::release(Counters::default());
-        let settlement =
-            Settlement { lease, transition, retention: DEFAULT_RETENTION, doubtful: false };
+        let settlement = Settlement {
+            lease,
+            transition,
+            retention: DEFAULT_RETENTION,
+            doubtful: false,
+            key: None,
+        };
         let span = Span::none();
         let sent = worker.settler.clone().reserve_owned().await.expect("the settler is there");
         drop(finished);

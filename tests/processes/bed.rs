@@ -222,6 +222,22 @@ impl Bed {
         Worker { child, name: name.to_owned() }
     }
 
+    /// Pauses a worker process, but not while it has the whole file locked (SQLite): then nobody could do
+    /// anything until it goes on.
+    pub(crate) async fn pause(&self, worker: &Worker) {
+        loop {
+            worker.signal(SIGSTOP);
+            let Db::Sqlite(pool) = &self.db else { return };
+            let options = (*pool.connect_options()).clone().busy_timeout(Duration::from_secs(1));
+            let mut own = sqlx::SqliteConnection::connect_with(&options).await.expect("opens");
+            if own.execute("begin immediate; rollback").await.is_ok() {
+                return;
+            }
+            worker.signal(SIGCONT);
+            tokio::time::sleep(Duration::from_millis(7)).await;
+        }
+    }
+
     /// Opens a gate that job functions wait for.
     pub(crate) async fn open_gate(&self, name: &str) {
         let sql = format!("insert into gates values ('{name}')");

@@ -1,6 +1,6 @@
 //! Workers that are killed, and workers that come back too late.
 
-use crate::bed::{Bed, Db, SIGCONT, SIGKILL, SIGSTOP, on_every_database, on_mariadb118, on_pool};
+use crate::bed::{Bed, Db, SIGCONT, SIGKILL, on_every_database, on_mariadb118, on_pool};
 use crate::jobs::{effect, held_open, late_effect, link, poison, quick};
 
 on_every_database! {
@@ -58,7 +58,7 @@ async fn a_worker_that_wakes_after_its_lease_writes_nothing(bed: Bed) {
     let id = late_effect::enqueue(&bed.client, "gate".to_owned()).await.expect("enqueued").id();
     let late = bed.worker("late", &[]);
     bed.until("select count(*) from log where what = 'start'", |started| started == 1).await;
-    late.signal(SIGSTOP);
+    bed.pause(&late).await;
     let stopped = std::time::Instant::now();
     let now = bed.db.now();
     let left = match &bed.db {
@@ -105,7 +105,7 @@ async fn a_paused_worker_gives_back_what_nobody_else_took(bed: Bed) {
         )
     };
     while bed.db.number(given_back).await == 0 {
-        worker.signal(SIGSTOP);
+        bed.pause(&worker).await;
         bed.until(&or_lease("<"), |expired| expired == 1).await;
         worker.signal(SIGCONT);
         // Its heartbeat may be faster than its watchdog, and find that nobody has closed the session.

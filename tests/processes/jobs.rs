@@ -113,6 +113,28 @@ pub(crate) async fn counted(State(db): State<Db>, ctx: &JobContext) -> Fallible 
     Ok(())
 }
 
+/// One of a line: jobs of one line run one at a time. Some attempts fail, and some snooze.
+#[job(lease = crate::keys::LEASE, max_attempts = 1_000, key = line, backoff(base = "1ms", cap = "20ms"))]
+pub(crate) async fn in_line(line: i64, State(db): State<Db>, ctx: &JobContext) -> Fallible {
+    let log = async |is_start: u8| {
+        let (id, token) = (ctx.id(), ctx.token());
+        let insert = format!(
+            "insert into line_log (line, job_id, token, is_start)
+             values ({line}, {id}, {token}, {is_start})"
+        );
+        db.execute(&insert).await
+    };
+    log(1).await?;
+    let dice = (ctx.id().0 * 31 + ctx.token().0 * 17) % 10;
+    tokio::time::sleep(Duration::from_millis(dice.unsigned_abs())).await;
+    log(0).await?;
+    match dice {
+        0 | 1 => Err("it is to fail".into()),
+        2 => Err(jobq::snooze(Duration::from_millis(20)).into()),
+        _ => Ok(()),
+    }
+}
+
 /// Kills its own process.
 #[job(lease = "1s", max_attempts = 50, max_crashes = 3)]
 pub(crate) async fn poison(State(db): State<Db>, ctx: &JobContext) -> Fallible {

@@ -8,6 +8,7 @@ mod crash;
 mod history;
 mod inside;
 mod jobs;
+mod keys;
 mod leases;
 mod outage;
 mod server;

@@ -200,6 +200,8 @@ pub(super) async fn e7_an_insert_of_a_job_that_none_could_claim_is_refused(bed: 
         ("band", "4"),
         ("priority, band", "2, 3"),
         ("priority, band", "5, 5"),
+        ("priority, band", "3, 102"),
+        ("band", "-32768"),
         ("run_after", "'soon'"),
         ("leased_by", "'nobody'"),
     ];

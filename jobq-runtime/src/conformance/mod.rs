@@ -14,6 +14,7 @@ mod fields;
 #[cfg(feature = "sqlite")]
 mod files;
 mod heartbeat;
+mod keys;
 mod late;
 mod look;
 #[cfg(feature = "mysql")]
@@ -290,6 +291,25 @@ on_every_database! {
         d1_tables_of_two_names_do_not_mix
         f1_a_view_shows_who_runs_a_job_and_until_when
         s5_a_url_of_another_database_is_refused_with_the_ones_that_will_do;
+    keys:
+        o2_a_cancelled_job_passes_its_key_on
+        o2_a_completion_in_a_transaction_passes_the_key_on
+        o2_a_dead_worker_frees_its_key_with_its_lease
+        o2_a_key_is_of_all_kinds_and_queues_and_holds_up_no_other
+        o2_a_key_stays_with_its_job_in_every_table
+        o2_a_worker_that_dies_before_a_turn_is_decided_holds_up_nobody
+        o2_jobs_with_one_key_run_one_at_a_time_in_their_order
+        o2_keys_for_which_jobs_wait_are_listed_with_why
+        o2_many_workers_at_once_keep_every_key_in_order
+        o2_one_that_cannot_run_blocks_its_key_or_is_skipped
+        o2_one_that_is_scheduled_blocks_those_enqueued_after_it_or_is_skipped
+        o2_passing_on_what_is_used_changes_nothing
+        o2_the_second_of_a_key_never_runs_before_the_first
+        o2_the_sweep_looks_through_all_grants_in_steps
+        o2_thousands_behind_one_key_do_not_hold_up_another
+        o2_what_a_worker_could_not_pass_on_the_sweep_does
+        o2_what_cannot_be_a_key_is_a_typed_error
+        o2_what_has_waited_goes_before_its_priority_and_after_higher_ones;
     unique:
         e5_a_debounced_job_is_put_off_but_not_for_ever
         e5_a_duplicate_that_is_an_error_writes_nothing
@@ -312,6 +332,8 @@ on_every_database! {
 }
 
 on_every_server! {
+    keys:
+        o2_a_process_that_stops_anywhere_does_not_keep_its_keys;
     enqueue:
         e1_higher_isolation_levels_commit_and_roll_back_alike;
     second_look:
@@ -368,6 +390,8 @@ on_mysql_and_mariadb_only! {
 }
 
 on_postgres_only! {
+    keys:
+        o2_only_what_is_still_leased_and_not_to_be_cancelled_is_put_to_wait;
     enqueue:
         e1_a_serialization_failure_is_a_typed_error
         r6_a_broken_connection_names_the_ids_to_look_up;

@@ -10,10 +10,11 @@ use sqlx::{ConnectOptions, Executor, Row};
 
 use super::bed::{Bed, LEASE};
 use crate::store::mysql::statements::{
-    OWN_SETTINGS, Wanted, expired_statement, finish_statement, forget_statement,
+    OWN_SETTINGS, Wanted, behind_statement, expired_statement, finish_statement, forget_statement,
     held_keys_statement, held_statement, keys_after_statement, lease_statement, list,
-    lock_keys_statement, look_statement, next_due_statement, own_options, parked_statement,
-    redrivable_statement, sql, unleased_statement,
+    lock_keys_statement, lock_waiting_statement, look_statement, next_due_statement,
+    next_statement, own_options, parked_statement, redrivable_statement, sql, stale_statement,
+    take_grants_statement, unleased_statement,
 };
 use crate::store::{Floor, Schema};
 use crate::unique::UniqueKey;
@@ -95,7 +96,7 @@ impl Server {
 /// Jobs of which nine in ten are leased, those before the others; a history, attempts and dead
 /// letters. All jobs of a band have one time, as one insert gives them.
 async fn fill(bed: &Bed, jobs: u32) {
-    for table in ["jobs", "finished", "attempts", "dead", "uniques"] {
+    for table in TABLES {
         bed.execute(&format!("truncate jobq.{table}")).await;
     }
     let now = bed.now().await;
@@ -151,7 +152,22 @@ async fn fill(bed: &Bed, jobs: u32) {
          select unhex(lpad(hex(n), 64, '0')), n, 'until_finished' from {numbers} where n <= 10000"
     ))
     .await;
+    bed.execute(&format!(
+        "insert into jobq.jobs (id, kind, run_after, wait_reason, band, job_key, on_block)
+         select n + 30000000, 'k', 9223372036854775807, 'key', -32768, 'hot', 'block'
+         from {numbers} where n <= 10000"
+    ))
+    .await;
+    bed.execute(&format!(
+        "insert into jobq.key_grants (job_key, job_id)
+         select concat('key-', n), n from {numbers} where n <= 10000
+         union all select 'hot', 1"
+    ))
+    .await;
 }
+
+/// The tables that grow.
+const TABLES: [&str; 6] = ["jobs", "finished", "attempts", "dead", "uniques", "key_grants"];
 
 /// The key of the job with this number.
 fn key(n: u8) -> UniqueKey {
@@ -162,7 +178,7 @@ fn key(n: u8) -> UniqueKey {
 
 /// Every claim variant and every other statement that could read more than it should.
 pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
-    for table in ["jobs", "finished", "attempts", "dead", "uniques"] {
+    for table in TABLES {
         bed.execute(&format!("alter table jobq.{table} stats_auto_recalc = 0")).await;
         bed.execute(&format!("analyze table jobq.{table}")).await;
     }
@@ -172,7 +188,7 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
         fill(&bed, jobs).await;
         for statistics in ["old", "new"] {
             if statistics == "new" {
-                for table in ["jobs", "finished", "attempts", "dead", "uniques"] {
+                for table in TABLES {
                     bed.execute(&format!("analyze table jobq.{table}")).await;
                 }
             }
@@ -215,6 +231,12 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
                 (held_keys_statement(&[key(2), key(5)]), 8),
                 (lock_keys_statement(&[key(2), key(5)], "for update"), 8),
                 (keys_after_statement(Some(key(3)), 5), 30),
+                (take_grants_statement(&["key-2", "key-5"]), 8),
+                (next_statement(&["hot", "key-2", "key-5"]), 30),
+                (behind_statement("hot", 30_000_001, Some(30_000_001)), 1_010),
+                (stale_statement(Some("key-3"), 5), 45),
+                (lock_waiting_statement([30_000_001, 30_000_002]), 20),
+                ("delete from jobq_key_grants where job_key = x'686f74'".to_owned(), 2),
                 (format!("delete from jobq_uniques where unique_key = x'{}'", key(5)), 2),
             ] {
                 server.assert_reads_little(&when, &text, rows).await;

@@ -95,7 +95,7 @@ pub(super) async fn f2_killed_statements_leave_no_job_in_two_places_or_none(bed:
     while std::time::Instant::now() < end {
         if let Ok(more) = bed.store.insert((0..3).map(|_| job("other")).collect()).await {
             let asked = bed.store.cancel(more[0].id()).await;
-            if matches!(asked, Ok(CancelReply::Cancelled)) {
+            if matches!(asked, Ok((CancelReply::Cancelled, _))) {
                 to_be_cancelled.push(more[0].id());
             }
             enqueued.extend(more);

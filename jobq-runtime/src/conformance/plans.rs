@@ -11,8 +11,9 @@ use super::explain::{Server, Statement, statement};
 use super::worker::job;
 use crate::store::Floor;
 use crate::store::postgres::statements::{
-    BURY, CLAIM, EXTEND, FINISH, HELD, KEYS_AFTER, LOCK, LOOK, LOOK_AT_CRASHED, LOOK_AT_ENDED,
-    LOOK_AT_JOBS, NEXT_DUE, OWN, PRUNE, PRUNE_KEYS, REQUEUE, REVIVE_DEAD, SHIFT, TAKE, TAKE_OVER,
+    BURY, CLAIM, CLAIM_WITH_KEYS, DECIDE_GRANTS, EXTEND, FINISH, FINISH_AND_LOCK, HELD, KEYS_AFTER,
+    LOCK, LOCK_GRANTS, LOOK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE, OWN, PASS_ON,
+    PRUNE, PRUNE_KEYS, REQUEUE, REVIVE_DEAD, SHIFT, STALE_GRANTS, TAKE, TAKE_GRANTS, TAKE_OVER,
     UNLEASED, UNPARK, claim_on,
 };
 
@@ -22,13 +23,27 @@ const CLAIM_STATEMENT: Statement = statement(
     CLAIM,
 );
 
+const CLAIM_WITH_KEYS_STATEMENT: Statement = statement(
+    "claim_with_keys",
+    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8",
+    CLAIM_WITH_KEYS,
+);
+
 const IDS: &str = "int8[]";
 const GUARD_AND_COUNTERS: &str = "int8[], int8[], int8[], int4[], int2[], int4[], ";
 
 /// Empty tables that PostgreSQL knows to be empty, and goes on believing so.
 async fn believed_empty(bed: &Bed) {
-    for table in ["jobs", "finished", "attempts", "dead", "sessions", "closed_sessions", "uniques"]
-    {
+    for table in [
+        "jobs",
+        "finished",
+        "attempts",
+        "dead",
+        "sessions",
+        "closed_sessions",
+        "uniques",
+        "key_grants",
+    ] {
         bed.execute(&format!("alter table jobq.{table} set (autovacuum_enabled = off)")).await;
         bed.execute(&format!("alter table jobq.{table} set unlogged")).await;
         bed.execute(&format!("analyze jobq.{table}")).await;
@@ -167,6 +182,17 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
         statement("own_keys", "bytea[], int8[], text[], int8", OWN),
         statement("keys_after", "bytea, int8", KEYS_AFTER),
         statement("prune_keys", "bytea[]", PRUNE_KEYS),
+        CLAIM_WITH_KEYS_STATEMENT,
+        statement(
+            "finish_and_lock",
+            "int8[], int8[], int8[], int8[], text[], text",
+            FINISH_AND_LOCK,
+        ),
+        statement("lock_grants", "text[]", LOCK_GRANTS),
+        statement("take_grants", "text[], int8[]", TAKE_GRANTS),
+        statement("pass_on", "text[], int8[]", PASS_ON),
+        statement("decide_grants", "text[], bool[], int8[], int8[], int8[], text[]", DECIDE_GRANTS),
+        statement("stale_grants", "text, int8", STALE_GRANTS),
     ];
     believed_empty(&bed).await;
     let mut planned_on_empty = Server::connect(&bed).await;
@@ -214,6 +240,36 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
          from generate_series(1, 100000) as n",
     )
     .await;
+    // 100,000 jobs wait for one key; the jobs that had the others have ended, and two wait for each.
+    bed.execute(
+        "insert into jobq.jobs (id, kind, token, attempt, leased_by, job_key, on_block)
+         overriding system value
+         select n, 'k', 1, 1, 1, 'hot', 'block' from generate_series(6000000, 6000001) as n",
+    )
+    .await;
+    bed.execute(
+        "insert into jobq.jobs (id, kind, run_after, band, wait_reason, job_key, on_block)
+         overriding system value
+         select n, 'k', 'infinity', -32768, 'key', 'hot', 'block'
+         from generate_series(6100000, 6200000) as n",
+    )
+    .await;
+    bed.execute(
+        "insert into jobq.jobs (kind, run_after, band, wait_reason, job_key, on_block)
+         select 'k', 'infinity', -32768, 'key', 'key-' || n / 2, 'block'
+         from generate_series(2, 100000) as n",
+    )
+    .await;
+    bed.execute(
+        "insert into jobq.jobs (queue, kind, job_key, on_block)
+         select 'lines', 'k', 'line-' || n, 'block' from generate_series(1, 1000) as n",
+    )
+    .await;
+    bed.execute(
+        "insert into jobq.key_grants (job_key, job_id)
+         select 'key-' || n, 0 from generate_series(1, 50000) as n union all select 'hot', 6000000",
+    )
+    .await;
     assert_each_reads_little("planned on empty tables", &mut planned_on_empty, 1).await;
     let mut planned_with_stale_statistics = Server::connect(&bed).await;
     for statement in statements {
@@ -241,7 +297,12 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         format!("array[{}]::bytea[]", keys.join(", "))
     };
     let scopes = text("'until_finished'");
-    let cases: [Case; 23] = [
+    let key_names = |from: i64| {
+        let names: Vec<String> = (from..from + 50).map(|n| format!("'key-{n}'")).collect();
+        format!("array[{}]::text[]", names.join(", "))
+    };
+    let nobody = "'{}'::int8[], '{}'::int8[], '{}'::int8[], '{}'::text[]";
+    let cases: [Case; 31] = [
         (
             "finish",
             format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")),
@@ -333,11 +394,61 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
             1_000.0,
         ),
         ("prune_keys", keys(first), &[("uniques", 50.0), ("jobs", 50.0)], 1_500.0),
+        (
+            "claim_with_keys",
+            claim_of("lines", "'-infinity'", 0),
+            &[("jobs", 800.0), ("key_grants", 0.0)],
+            CLAIM_PAGES * 2.0,
+        ),
+        (
+            "finish_and_lock",
+            format!(
+                "{}, {}, {}, 'completed'",
+                guard(first + 250),
+                fifty("0", "int8"),
+                text("null")
+            ),
+            &[("jobs", 150.0), ("attempts", 50.0), ("key_grants", 50.0)],
+            2_500.0,
+        ),
+        ("lock_grants", key_names(first), &[("key_grants", 50.0)], 1_000.0),
+        (
+            "pass_on",
+            format!("{}, '{{}}'::int8[]", key_names(first + 50)),
+            &[("key_grants", 100.0), ("jobs", 150.0)],
+            2_500.0,
+        ),
+        (
+            "take_grants",
+            format!("{}, {}", key_names(first), fifty("0", "int8")),
+            &[("key_grants", 50.0)],
+            1_000.0,
+        ),
+        (
+            "decide_grants",
+            format!("{}, {}, {nobody}", key_names(first), fifty("false", "bool")),
+            &[("key_grants", 100.0), ("jobs", 150.0)],
+            2_500.0,
+        ),
+        (
+            "decide_grants",
+            "array['hot'], array[false], array[6000001], array[1], array[1], array['hot']"
+                .to_owned(),
+            &[("key_grants", 2.0), ("jobs", 1_010.0)],
+            3_500.0,
+        ),
+        (
+            "stale_grants",
+            "'key-3', 50".to_owned(),
+            &[("key_grants", 50.0), ("jobs", 50.0)],
+            1_000.0,
+        ),
     ];
     for (name, arguments, rows, pages) in cases {
         let plan = server.explain(name, &arguments).await;
         plan.assert_reads_at_most(&format!("{name} {when}"), rows, pages);
-        let quiet = ["held", "extend", "next_due", "take_keys", "own_keys"];
+        let quiet =
+            ["held", "extend", "next_due", "take_keys", "own_keys", "lock_grants", "take_grants"];
         if first == 1 && !quiet.contains(&name) {
             let touched: f64 = rows.iter().map(|(table, _)| plan.rows_read(table)).sum();
             assert!(touched > 0.0, "{name} found nothing: {:#}", plan.0);
@@ -444,7 +555,7 @@ pub(super) async fn d4_claims_are_hot_updates(bed: Bed) {
         let mut claimed = 0;
         while claimed < JOBS {
             let claim = worker.asking("default", 100, floor);
-            let jobs = claim_on(&mut server.connection, bed.store.schema(), &claim).await;
+            let jobs = claim_on(&mut server.connection, bed.store.schema(), &claim, false).await;
             let jobs = jobs.expect("claims").jobs;
             assert_eq!(jobs.len(), 100, "after {claimed}");
             claimed += 100;

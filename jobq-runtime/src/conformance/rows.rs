@@ -134,6 +134,9 @@ impl Bed {
                 _ if name == "unique_key" && !self.is_postgres() => {
                     format!("'{name}', case when {name} is not null then hex({name}) end")
                 }
+                _ if name == "job_key" && self.is_mysql() => {
+                    format!("'{name}', convert({name} using utf8mb4)")
+                }
                 "timestamp with time zone" => format!(
                     "'{name}', case when {name} is null then null
                          when isfinite({name})

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use jobq_core::job::{Lease, SessionId};
 use jobq_core::lifecycle::Transition;
-use jobq_core::queue::bands;
+use jobq_core::queue::bands_with_fronts;
 
 use super::bed::{Bed, RETENTION};
 use crate::job::{CheckedDue, CheckedJob};
@@ -58,7 +58,7 @@ impl Worker<'_> {
             queues: vec![QueueClaim {
                 queue: queue.to_owned(),
                 limit,
-                floors: bands().map(|band| (band, floor)).collect(),
+                floors: bands_with_fronts().map(|band| (band, floor)).collect(),
             }],
         }
     }
@@ -84,10 +84,11 @@ pub(crate) fn job(kind: &'static str) -> CheckedJob {
         tags: Vec::new(),
         metadata: None,
         unique: None,
+        key: None,
     }
 }
 
 /// A transition to be written for a lease, with the usual retention.
 pub(crate) fn settlement(lease: Lease, transition: Transition) -> Settlement {
-    Settlement { lease, transition, retention: RETENTION, doubtful: false }
+    Settlement { lease, transition, retention: RETENTION, doubtful: false, key: None }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, JobState, Lease, SessionId, Token};
+use jobq_core::key::OnBlock;
 use jobq_core::lifecycle::{Counters, Limits, Transition};
 use jobq_core::outcome::DeathReason;
 use jobq_core::time::Timestamp;
@@ -16,6 +17,7 @@ use crate::enqueue::Enqueued;
 use crate::error::Result;
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::key::JobKey;
 use crate::unique::UniqueKey;
 
 /// Makes targets of what a transaction can be open on. Used in a store's `insert`, where
@@ -152,8 +154,16 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     /// Moves due jobs from pending to running and leases them to the caller's sessions.
     ///
-    /// No two callers are given the same job. Each claim raises the job's token.
+    /// No two callers are given the same job. Each claim raises the job's token. Of jobs with one key
+    /// only the one that has the grant may run; see [`Turn`].
     fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>>;
+
+    /// Decides who has the grants of keys, and makes those who wait for theirs claimable; returns how
+    /// many.
+    ///
+    /// Whatever the grants were before, they are right afterwards: of each key the first job that may
+    /// run, or that the others must wait for.
+    fn pass_on<'a>(&'a self, keys: &'a [String]) -> BoxFuture<'a, Result<u64>>;
 
     /// How long until the next pending job of these queues and kinds that is not due yet is due.
     fn next_due<'a>(
@@ -172,7 +182,8 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     /// Writes transitions, each guarded by its lease, and says what became of each, in order.
     ///
-    /// Each is written by itself: one that cannot be written does not hold up the others.
+    /// Each is written by itself: one that cannot be written does not hold up the others. In the same
+    /// transaction the keys of those that end are passed on.
     fn settle<'a>(&'a self, settlements: &'a [Settlement]) -> BoxFuture<'a, Result<Vec<Settled>>>;
 
     // ---- sweep ------------------------------------------------------------------------------
@@ -255,6 +266,14 @@ pub(crate) trait Store: Send + Sync + 'static {
         limit: u32,
     ) -> BoxFuture<'_, Result<Option<UniqueKey>>>;
 
+    /// Looks through `limit` grants of keys, those after `after`, for such as must be passed on: their
+    /// job is gone, or waits without knowing of its grant.
+    fn stale_grants<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<StaleGrants>>;
+
     // ---- seeing and mending -----------------------------------------------------------------
 
     /// Looks a job up wherever it is.
@@ -270,8 +289,19 @@ pub(crate) trait Store: Send + Sync + 'static {
         limit: u32,
     ) -> BoxFuture<'a, Result<Vec<DeadJob>>>;
 
-    /// Asks for a job to be cancelled.
-    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>>;
+    /// Asks for a job to be cancelled. Also returns the key of one that is cancelled.
+    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<(CancelReply, Option<String>)>>;
+
+    /// Keys for which jobs wait, in order and after `after`, up to `limit`.
+    fn blocked_keys<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<BlockedKey>>>;
+
+    /// Makes the dead job that has the grant of a key step aside; false if there is none. The grant
+    /// is still to be passed on.
+    fn unblock_key<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<bool>>;
 
     /// Makes dead jobs that match, or one dead or cancelled job, pending again: up to `limit` of
     /// those with an id above `after`, in id order. One whose key another job has stays dead.
@@ -441,6 +471,38 @@ pub(crate) struct ClaimedJob {
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: serde_json::Map<String, serde_json::Value>,
     pub(crate) payload: String,
+    pub(crate) key: Option<JobKey>,
+    pub(crate) turn: Turn,
+}
+
+/// Whether a job that a claim has met may run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Turn {
+    /// It has no key, or has the grant of its key.
+    Runs,
+    /// It was put aside until it has the grant, and is not leased.
+    Waits,
+    /// It is leased, and must be given back: whether it has the grant could not be decided.
+    #[cfg_attr(not(feature = "postgres"), allow(dead_code))]
+    Undecided,
+}
+
+/// Grants that must be passed on.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StaleGrants {
+    pub(crate) keys: Vec<String>,
+    /// The last key looked at, if there may be more.
+    pub(crate) next: Option<String>,
+}
+
+impl StaleGrants {
+    /// Of a page of keys, each with whether it is stale.
+    pub(crate) fn of(page: Vec<(String, bool)>, limit: u32) -> Self {
+        let last = page.last().map(|(key, _)| key.clone());
+        let next = if page.len() < limit as usize { None } else { last };
+        let keys = page.into_iter().filter(|(_, stale)| *stale).map(|(key, _)| key);
+        Self { keys: keys.collect(), next }
+    }
 }
 
 /// A job that a session holds, as the sweep sees it.
@@ -451,6 +513,7 @@ pub(crate) struct HeldJob {
     pub(crate) limits: Limits,
     pub(crate) isolated: bool,
     pub(crate) cancel_requested: bool,
+    pub(crate) key: Option<JobKey>,
 }
 
 /// A transition to be written.
@@ -462,6 +525,18 @@ pub(crate) struct Settlement {
     pub(crate) retention: Duration,
     /// An earlier try broke off and may have been written.
     pub(crate) doubtful: bool,
+    /// The job's key, to be passed on when it ends.
+    pub(crate) key: Option<JobKey>,
+}
+
+impl Settlement {
+    /// The key that the job leaves to others, once this is written.
+    pub(crate) fn leaves(&self) -> Option<&str> {
+        let key = self.key.as_ref()?;
+        let keeps =
+            key.on_block == OnBlock::Block && matches!(self.transition, Transition::Requeue { .. });
+        (!keeps).then_some(&*key.text)
+    }
 }
 
 /// What became of a settlement.
@@ -565,6 +640,8 @@ pub struct JobInfo {
     pub finished_at: Option<Timestamp>,
     /// The worker that runs it, and until when that worker's lease is valid.
     pub leased_by: Option<(String, Timestamp)>,
+    /// Its key: of jobs with one key, one runs at a time.
+    pub key: Option<String>,
     /// Its payload: JSON text, exactly as enqueued.
     pub payload: String,
     /// The JSON of the value its function returned; `None` if it completed in its own transaction.
@@ -680,6 +757,46 @@ pub struct DeadJob {
     pub duplicate_of: Option<JobId>,
 }
 
+/// A key for which jobs wait.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct BlockedKey {
+    /// The key.
+    pub key: String,
+    /// The job that they wait for.
+    pub holder: JobId,
+    /// Why they wait: the job is running, or pending (also until a retry's time, see `run_after`), or
+    /// dead, until it is redriven or the key is let go. `None` if it has just ended.
+    pub holder_state: Option<JobState>,
+    /// The earliest time of that job's next run, if it is pending.
+    pub run_after: Option<Timestamp>,
+    /// How many jobs wait.
+    pub waiting: u64,
+}
+
+impl BlockedKey {
+    /// As the databases say it.
+    pub(crate) fn of(
+        key: String,
+        holder: i64,
+        state: Option<String>,
+        is_dead: bool,
+        run_after: Option<Timestamp>,
+        waiting: i64,
+    ) -> Result<Self> {
+        let state =
+            if is_dead { Some(JobState::Dead) } else { state.map(|it| it.parse()).transpose()? };
+        Ok(Self {
+            key,
+            holder: JobId(holder),
+            holder_state: state,
+            run_after: run_after
+                .filter(|time| state == Some(JobState::Pending) && *time != Timestamp::INFINITY),
+            waiting: waiting.unsigned_abs(),
+        })
+    }
+}
+
 /// What a request to cancel a job did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CancelReply {
@@ -759,6 +876,13 @@ pub(crate) fn judge(
         // Somebody else's by now; a rescue may also have buried it under this very token.
         Some(_) | None => Settled::LeaseLost,
     }
+}
+
+/// A key as it was stored.
+pub(crate) fn job_key(text: Option<String>, on_block: Option<&str>) -> Option<JobKey> {
+    let on_block =
+        if on_block == Some(OnBlock::Skip.as_str()) { OnBlock::Skip } else { OnBlock::Block };
+    text.map(|text| JobKey { text, on_block })
 }
 
 /// Tags as they are stored: a JSON array, or nothing.

@@ -290,6 +290,7 @@ mod tests {
             tags: Vec::new(),
             metadata: None,
             unique: None,
+            key: None,
         }
     }
 

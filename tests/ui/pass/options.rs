@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use jobq::{Job, JobOptions, OnConflict, Unique, UniqueScope, job};
+use jobq::{Job, JobOptions, OnBlock, OnConflict, Unique, UniqueScope, job};
 
 #[job(
     queue = "images/eu-1",
@@ -59,6 +59,16 @@ fn latest() {}
 #[job(unique(scope = "forever", on_conflict = "error"))]
 fn once() {}
 
+#[job(key = image_id)]
+fn in_line(image_id: i64) {
+    drop(image_id.to_string());
+}
+
+#[job(key(user, r#type), on_block = "skip")]
+fn in_line_by_two(user: i64, #[serde(rename = "kind")] r#type: String) {
+    drop((user.to_string(), r#type));
+}
+
 #[job()]
 fn plain() {}
 
@@ -98,6 +108,11 @@ fn it_works() {
     assert_eq!(latest.on_conflict, OnConflict::Replace);
     let once = once::DEF.options.unique.expect("it was given");
     assert_eq!((once.scope, once.on_conflict), (UniqueScope::Forever, OnConflict::Error));
+
+    assert_eq!(in_line::DEF.options.key, Some(&["image_id"][..]));
+    assert_eq!(in_line::DEF.options.on_block, OnBlock::Block);
+    assert_eq!(in_line_by_two::DEF.options.key, Some(&["user", "kind"][..]));
+    assert_eq!(in_line_by_two::DEF.options.on_block, OnBlock::Skip);
 
     assert_eq!(plain::DEF.options, JobOptions::DEFAULT);
 }

@@ -14,9 +14,11 @@ use sqlx::mysql::{MySqlConnection, MySqlRow};
 use super::due::{DUE, Key, LOCK_JOBS, Range, band_has_any, jobs_by_id};
 use super::{
     Beat, BeatReply, CHECK_FAILED, Claim, Claimed, Floor, LIST, MysqlStore, NewSession, Schema,
-    again, check, count, execute, get, is_set, json, killed, list, literal, literals, number, rows,
+    again, check, count, execute, get, is_set, json, keys, killed, list, literal, literals, number,
+    rows,
 };
-use crate::store::{ClaimedJob, metadata_map, tags_list};
+use crate::key::JobKey;
+use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
 
 impl MysqlStore {
     pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
@@ -225,7 +227,7 @@ impl Wanted {
         let (jobs, queue, kinds, now) = (jobs_by_id(ids), literal(queue), &self.kinds, now.0);
         format!(
             "select job.id, token, kind, run_after, attempt, crashes, interruptions, max_attempts,
-                    max_crashes, created_at, tags, metadata, payload
+                    max_crashes, created_at, tags, metadata, payload, job_key, on_block
              from {jobs}
              where queue = {queue}
                and band = {band}
@@ -302,6 +304,7 @@ pub(super) async fn claim_on(
     }
     // It was sent with the first that were locked.
     let begun = text.is_empty();
+    keys::decide_turns(connection, schema, &mut claimed.jobs).await?;
     if begun && !lease(connection, schema, wanted, &claimed.jobs).await? {
         claimed.sessions_live = false;
         claimed.jobs.clear();
@@ -414,12 +417,13 @@ async fn lease(
     wanted: &Wanted,
     jobs: &[ClaimedJob],
 ) -> sqlx::Result<bool> {
-    if jobs.is_empty() {
-        execute(connection, schema, "commit").await?;
+    let commit = if jobs.iter().any(|job| job.key.is_some()) { keys::COMMIT } else { "commit" };
+    if jobs.iter().all(|job| job.turn != Turn::Runs) {
+        execute(connection, schema, commit).await?;
         return Ok(true);
     }
     let mut by_session: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
-    for job in jobs {
+    for job in jobs.iter().filter(|job| job.turn == Turn::Runs) {
         by_session.entry(job.lease.session.0).or_default().push(job.lease.job.0);
     }
     let all_live =
@@ -436,11 +440,12 @@ async fn lease(
         ));
         write!(text, "{all}; ").expect("text grows");
     }
-    text.push_str("commit");
+    text.push_str(commit);
     match execute(connection, schema, &text).await {
         Ok(_) => Ok(true),
         Err(error) if number(&error) == Some(CHECK_FAILED) => {
-            let why = format!("rollback; select {} as live", all_live(""));
+            let why =
+                format!("rollback; set session wait_timeout = 14; select {} as live", all_live(""));
             let answer = rows(connection, schema, &why).await?;
             if is_set(answer.first().ok_or(sqlx::Error::RowNotFound)?, "live")? {
                 return Err(error);
@@ -486,7 +491,15 @@ fn claimed_job(
         tags: tags_list(get(row, "tags")?),
         metadata: metadata_map(get(row, "metadata")?),
         payload: get(row, "payload")?,
+        key: key(row)?,
+        turn: Turn::Runs,
     })
+}
+
+pub(super) fn key(row: &MySqlRow) -> sqlx::Result<Option<JobKey>> {
+    let bytes: Option<Vec<u8>> = get(row, "job_key")?;
+    let text = bytes.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    Ok(job_key(text, get(row, "on_block")?))
 }
 
 pub(super) fn counters(row: &MySqlRow) -> sqlx::Result<Counters> {

@@ -215,12 +215,12 @@ async fn insert_chunk(
     // `run_after` is never before the clock: a row must not appear behind what workers have passed.
     let one = "(
         ?, ?, greatest(coalesce(?, insert_now_us() + ?), insert_now_us()), ?, ?, ?, ?,
-        convert(? using utf8mb4), convert(? using utf8mb4), convert(? using utf8mb4), ?, ?
+        convert(? using utf8mb4), convert(? using utf8mb4), convert(? using utf8mb4), ?, ?, ?, ?
     )";
     let text = format!(
         "insert into jobq_jobs (
              kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
-             unique_key, unique_scope
+             unique_key, unique_scope, job_key, on_block
          ) values {}",
         vec![one; jobs.len()].join(", ")
     );
@@ -243,7 +243,9 @@ async fn insert_chunk(
             .bind(job.metadata.as_deref().map(str::as_bytes))
             .bind(job.payload.as_bytes())
             .bind(job.unique.map(|unique| unique.key.0.to_vec()))
-            .bind(job.unique.map(|unique| unique.scope.as_str()));
+            .bind(job.unique.map(|unique| unique.scope.as_str()))
+            .bind(job.key.as_ref().map(|key| key.text.as_bytes()))
+            .bind(job.key.as_ref().map(|key| key.on_block.as_str()));
     }
     let written = insert.execute(connection).await?;
     if written.rows_affected() != jobs.len() as u64 {

@@ -8,6 +8,7 @@ use jobq_core::time::{Timestamp, micros};
 use sqlx::mysql::{MySql, MySqlConnection, MySqlRow};
 use sqlx::{Connection, Decode, Executor, Row, Type};
 
+use super::claim::key;
 use super::settle::{UNLESS_THERE, finish_statement};
 use super::{
     AttemptInfo, CancelReply, DeadFilter, DeadJob, Error, LIST, Lookup, MysqlStore, QueueCount,
@@ -61,17 +62,17 @@ impl MysqlStore {
                             (select leased_until from jobq_sessions where id = job.leased_by),
                             (select leased_until from jobq_closed_sessions where id = job.leased_by)
                         ) as leased_until,
-                        payload, null as result, null as reason
+                        payload, null as result, null as reason, job_key, on_block
                  from jobq_jobs as job
                  where id = {id}
                  union all
                  select id, state, kind, queue, attempt, max_attempts, crashes, interruptions, token,
-                        null, created_at, finished_at, null, null, payload, result, null
+                        null, created_at, finished_at, null, null, payload, result, null, job_key, on_block
                  from jobq_finished
                  where id = {id}
                  union all
                  select id, 'dead', kind, queue, attempt, max_attempts, crashes, interruptions, token,
-                        null, created_at, died_at, null, null, payload, null, reason
+                        null, created_at, died_at, null, null, payload, null, reason, job_key, on_block
                  from jobq_dead
                  where id = {id}"
             ))
@@ -165,7 +166,7 @@ impl MysqlStore {
             .collect()
     }
 
-    pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<CancelReply> {
+    pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<(CancelReply, Option<String>)> {
         again(|| async {
             // A connection that nothing else needs: it may wait for a handler's transaction.
             let mut connection = apart(own_options(&self.pool.connect_options())).await?;
@@ -182,14 +183,14 @@ impl MysqlStore {
         &self,
         connection: &mut MySqlConnection,
         id: JobId,
-    ) -> sqlx::Result<CancelReply> {
+    ) -> sqlx::Result<(CancelReply, Option<String>)> {
         // All of it at once: should we stop after a part, the job would stay locked.
         let retention = micros(DEFAULT_RETENTION);
         let reason = literal("cancelled before it ran");
         let finish = finish_statement(&id.to_string(), "cancelled", retention, &reason);
         let cancel = format!(
             "begin;
-             select leased_by from jobq_jobs where id = {id} for update;
+             select leased_by, job_key, on_block from jobq_jobs where id = {id} for update;
              {finish} and leased_by = 0 {UNLESS_THERE};
              delete from jobq_jobs where id = {id} and leased_by = 0;
              {};
@@ -207,7 +208,11 @@ impl MysqlStore {
         let found = rows(connection, &self.schema, &cancel).await?;
         if let Some(row) = found.iter().find(|row| row.try_column("leased_by").is_ok()) {
             let is_free = get::<i64>(row, "leased_by")? == 0;
-            return Ok(if is_free { CancelReply::Cancelled } else { CancelReply::Requested });
+            return Ok(if is_free {
+                (CancelReply::Cancelled, key(row)?.map(|key| key.text))
+            } else {
+                (CancelReply::Requested, None)
+            });
         }
         let look = format!(
             "select state from jobq_finished where id = {id}
@@ -219,9 +224,9 @@ impl MysqlStore {
                 let state: JobState = get::<String>(row, "state")?
                     .parse()
                     .map_err(|unknown| sqlx::Error::Decode(Box::new(unknown)))?;
-                Ok(CancelReply::AlreadyFinal(state))
+                Ok((CancelReply::AlreadyFinal(state), None))
             }
-            None => Ok(CancelReply::NotFound),
+            None => Ok((CancelReply::NotFound, None)),
         }
     }
 
@@ -293,10 +298,10 @@ impl MysqlStore {
             write = format!(
                 "insert into jobq_jobs (
                      id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind,
-                     tags, metadata, payload, unique_key, unique_scope
+                     tags, metadata, payload, unique_key, unique_scope, job_key, on_block
                  )
                  select id, token, created_at, max_attempts, max_crashes, priority, priority, queue,
-                        kind, tags, metadata, payload, unique_key, unique_scope
+                        kind, tags, metadata, payload, unique_key, unique_scope, job_key, on_block
                  from {from} force index (primary)
                  where id in ({listed})
                  order by id; {}; ",
@@ -370,6 +375,7 @@ fn job_info(row: &MySqlRow) -> Result<JobInfo> {
         created_at: Timestamp(read(row, "created_at")?),
         finished_at: read::<Option<i64>>(row, "finished_at")?.map(Timestamp),
         leased_by: worker.zip(leased_until.map(Timestamp)),
+        key: key(row).map_err(Error::database("read a job"))?.map(|key| key.text),
         payload: read(row, "payload")?,
         result: read(row, "result")?,
         death_reason: reason.map(|reason| reason.parse()).transpose()?,
@@ -377,7 +383,10 @@ fn job_info(row: &MySqlRow) -> Result<JobInfo> {
     })
 }
 
-fn read<'r, T: Decode<'r, MySql> + Type<MySql>>(row: &'r MySqlRow, column: &str) -> Result<T> {
+pub(super) fn read<'r, T: Decode<'r, MySql> + Type<MySql>>(
+    row: &'r MySqlRow,
+    column: &str,
+) -> Result<T> {
     get(row, column).map_err(Error::database("read a job"))
 }
 

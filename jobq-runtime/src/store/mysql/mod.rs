@@ -16,6 +16,7 @@
 mod claim;
 mod due;
 mod insert;
+mod keys;
 mod look;
 mod settle;
 mod setup;
@@ -36,9 +37,9 @@ use sqlx::mysql::{
 use sqlx::{AssertSqlSafe, Connection, Decode, Executor, Row, SqlSafeStr, SqlStr, Type};
 
 use super::{
-    AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, Floor, HeldJob,
-    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven, Schema,
-    Settled, Settlement, Shift, Store, UnleasedJob,
+    AttemptInfo, Beat, BeatReply, BlockedKey, CancelReply, Claim, Claimed, DeadFilter, DeadJob,
+    Floor, HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount,
+    Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob,
 };
 use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
@@ -437,6 +438,10 @@ impl Store for MysqlStore {
         Box::pin(within("claim jobs", self.claim(claim)))
     }
 
+    fn pass_on<'a>(&'a self, keys: &'a [String]) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(within("pass keys on", self.pass_on(keys)))
+    }
+
     fn next_due<'a>(
         &'a self,
         queues: &'a [String],
@@ -544,6 +549,26 @@ impl Store for MysqlStore {
         Box::pin(within("prune unique keys", self.prune_keys(after, limit)))
     }
 
+    fn stale_grants<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<StaleGrants>> {
+        Box::pin(within("look for keys to pass on", self.stale_grants(after, limit)))
+    }
+
+    fn blocked_keys<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<BlockedKey>>> {
+        Box::pin(self.blocked_keys(after, limit))
+    }
+
+    fn unblock_key<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("unblock a key", self.unblock_key(key)))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -560,7 +585,7 @@ impl Store for MysqlStore {
         Box::pin(self.dead(filter, limit))
     }
 
-    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>> {
+    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<(CancelReply, Option<String>)>> {
         Box::pin(within("cancel a job", self.cancel(id)))
     }
 
@@ -598,6 +623,10 @@ impl Pulse for MysqlPulse {
 #[cfg(test)]
 pub(crate) mod statements {
     pub(crate) use super::claim::{Wanted, lease_statement, look_statement, next_due_statement};
+    pub(crate) use super::keys::{
+        behind_statement, lock_waiting_statement, next_statement, stale_statement,
+        take_grants_statement,
+    };
     pub(crate) use super::look::redrivable_statement;
     pub(crate) use super::settle::{finish_statement, forget_statement, held_statement};
     pub(crate) use super::sweep::{expired_statement, parked_statement, unleased_statement};

@@ -16,9 +16,10 @@ use sqlx::mysql::MySqlConnection;
 
 use super::due::{LOCK_JOBS, jobs_by_id};
 use super::{
-    LIST, MysqlStore, Result, Schema, Settled, Settlement, again, execute, get, is_set, killed,
-    list, literal, literal_or_null, on_callers, rows, sql,
+    LIST, MysqlStore, Result, Schema, Settled, Settlement, again, execute, get, is_set, keys,
+    killed, list, literal, literal_or_null, on_callers, rows, sql,
 };
+use crate::key::in_order;
 use crate::store::{Completion, rounds};
 
 /// How often a batch looks at rows that were locked before it calls them busy: a claim that reads
@@ -107,9 +108,14 @@ async fn write(
         );
         return Err(sqlx::Error::Io(killed));
     }
+    let left = in_order(writable.iter().filter_map(|one| one.leaves()));
+    let woken = keys::pass_on_with(connection, schema, &left).await?;
     let mut last: Vec<String> = writes.forgotten.into_iter().map(forget_statement).collect();
-    last.push("commit".to_owned());
+    last.push(if left.is_empty() { "commit" } else { keys::COMMIT }.to_owned());
     send(connection, schema, &last).await?;
+    if woken > 0 {
+        crate::wake::poke();
+    }
     Ok(writable.iter().map(|one| one.lease.job.0).collect())
 }
 
@@ -242,11 +248,11 @@ fn writes(
                     "insert into jobq_dead (
                          id, token, reason, created_at, attempt, max_attempts, interruptions,
                          crashes, max_crashes, priority, queue, kind, error, tags, metadata, payload,
-                         unique_key, unique_scope
+                         unique_key, unique_scope, job_key, on_block
                      )
                      select id, token, {reason}, created_at, {attempt}, max_attempts,
                             {interruptions}, {crashes}, max_crashes, priority, queue, kind, {error},
-                            tags, metadata, payload, unique_key, unique_scope
+                            tags, metadata, payload, unique_key, unique_scope, job_key, on_block
                      from jobq_jobs
                      where id = {id}"
                 ));
@@ -285,11 +291,11 @@ pub(crate) fn finish_statement(ids: &str, state: &str, retention: i64, text: &st
         "insert into jobq_finished (
              id, token, state, created_at, expires_at, attempt, max_attempts, interruptions, crashes,
              max_crashes, priority, queue, kind, reason, result, tags, metadata, payload,
-             unique_key, unique_scope
+             unique_key, unique_scope, job_key, on_block
          )
          select id, token, '{state}', created_at, now_us() + {retention}, attempt, max_attempts,
                 interruptions, crashes, max_crashes, priority, queue, kind, {reason}, {result},
-                tags, metadata, payload, unique_key, unique_scope
+                tags, metadata, payload, unique_key, unique_scope, job_key, on_block
          from jobq_jobs force index (primary)
          where id in ({ids})"
     )
@@ -404,11 +410,11 @@ async fn complete(
             "insert into jobq_finished (
                  id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
                  crashes, max_crashes, priority, queue, kind, tags, metadata, payload,
-                 unique_key, unique_scope
+                 unique_key, unique_scope, job_key, on_block
              )
              select id, token, 'completed', created_at, now_us() + ?, attempt, max_attempts,
                     interruptions, crashes, max_crashes, priority, queue, kind, tags, metadata,
-                    payload, unique_key, unique_scope
+                    payload, unique_key, unique_scope, job_key, on_block
              from jobq_jobs
              where id = ? and token = ? and leased_by = ?",
         ))

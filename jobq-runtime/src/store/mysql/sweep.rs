@@ -8,7 +8,7 @@ use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::mysql::MySqlRow;
 
-use super::claim::{close_statement, counters, limits};
+use super::claim::{close_statement, counters, key, limits};
 use super::due::{DUE, Key, LOCK_JOBS, Range, jobs_by_id};
 use super::settle::forget_statement;
 use super::{
@@ -186,7 +186,8 @@ impl MysqlStore {
         let rows = self
             .rows(&format!(
                 "select id, token, leased_by, attempt, crashes, interruptions, max_attempts,
-                        max_crashes, isolated, cancel_requested
+                        max_crashes, isolated, cancel_requested, job_key,
+                        on_block
                  from jobq_jobs as job force index (primary)
                  where id > {after}
                    and id <= {up_to}
@@ -532,5 +533,6 @@ fn held_job(row: &MySqlRow) -> sqlx::Result<HeldJob> {
         limits: limits(row)?,
         isolated: is_set(row, "isolated")?,
         cancel_requested: is_set(row, "cancel_requested")?,
+        key: key(row)?,
     })
 }

@@ -1,16 +1,19 @@
 //! Sessions, heartbeats and claims.
 
 use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::lifecycle::{Counters, Limits};
+use jobq_core::queue::is_front;
 use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 
 use super::{Beat, BeatReply, Claim, Claimed, NewSession, PostgresStore, Schema, Time, sql};
-use crate::store::{ClaimedJob, metadata_map, tags_list};
+use crate::key::JobKey;
+use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
 
 impl PostgresStore {
     pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
@@ -50,8 +53,13 @@ impl PostgresStore {
 
     pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
         let mut connection = self.own().await?;
-        let claimed = claim_on(&mut connection, &self.schema, claim).await?;
+        let keyed = self.meets_keys.load(Ordering::Relaxed);
+        let mut claimed = claim_on(&mut connection, &self.schema, claim, keyed).await?;
         connection.hand_back();
+        if claimed.jobs.iter().any(|job| job.key.is_some()) {
+            self.meets_keys.store(true, Ordering::Relaxed);
+            self.decide_turns(&mut claimed.jobs).await;
+        }
         Ok(claimed)
     }
 
@@ -111,6 +119,7 @@ pub(crate) async fn claim_on(
     connection: &mut PgConnection,
     schema: &Schema,
     claim: &Claim,
+    keyed: bool,
 ) -> sqlx::Result<Claimed> {
     let sessions = claim.sessions();
     let kinds: Vec<&str> = claim.kinds.iter().map(|(kind, _)| kind.as_str()).collect();
@@ -127,7 +136,7 @@ pub(crate) async fn claim_on(
             floor_ids.push(floor.id);
         }
     }
-    let rows = sqlx::query(sql(schema, CLAIM))
+    let rows = sqlx::query(sql(schema, if keyed { CLAIM_WITH_KEYS } else { CLAIM }))
         .bind(&sessions)
         .bind(queues)
         .bind(limits)
@@ -156,7 +165,10 @@ pub(crate) async fn claim_on(
 // so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
 // table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
 // lost: the sweep finds it.
-pub(crate) const CLAIM: &str = "
+macro_rules! claim_statement {
+    ($grants:literal, $has_grant:literal) => {
+        concat!(
+            "
     with live as materialized (
         select id from jobq.sessions
         where id = any($1) and leased_until > statement_timestamp()
@@ -196,18 +208,71 @@ pub(crate) const CLAIM: &str = "
         from due
         where job.ctid = due.tid
         returning job.id, job.token, job.leased_by, job.kind, job.queue, job.band,
-                  job.run_after, job.attempt, job.crashes, job.interruptions,
+                  job.run_after, job.priority, job.attempt, job.crashes, job.interruptions,
                   job.max_attempts, job.max_crashes, job.created_at, job.tags,
-                  job.metadata, job.payload
-    )
+                  job.metadata, job.payload, job.job_key, job.on_block
+    )",
+            $grants,
+            "
     select statement_timestamp() as now,
            (select count(*) from live) = $10 as live,
-           taken.*
+           taken.*, ",
+            $has_grant,
+            " as has_grant
     from (values (1)) as always (n)
     left join taken on true
-    order by taken.queue, taken.band desc, taken.run_after, taken.id";
+    order by taken.queue, taken.band desc, taken.run_after, taken.id"
+        )
+    };
+}
+
+pub(crate) const CLAIM: &str = claim_statement!("", "false");
+
+/// The same, and the jobs that are the first of keys of which nobody has the grant are given it. Whether
+/// they are is decided from what the statement sees, which may be older than the grants are: in doubt a
+/// job is not the first, and its turn is decided once its grant is locked. A grant that is seen to be a
+/// job's own is: it stays with a job that is due, and who made it due later did so with a later time than
+/// the statement's, so that it is not claimed.
+pub(crate) const CLAIM_WITH_KEYS: &str = claim_statement!(
+    ",
+    granted as (
+        insert into jobq.key_grants (job_key, job_id)
+        select mine.job_key, mine.id
+        from (
+            select job_key, min(id) as id
+            from taken
+            where job_key is not null and (band = priority or band = 32767)
+            group by job_key
+        ) as mine
+        where (
+            select other.id
+            from jobq.jobs as other
+            where other.job_key = mine.job_key
+              and (other.id + 0) < mine.id
+              and (other.on_block = 'block'
+                   or other.leased_by <> 0
+                   or other.run_after <= statement_timestamp()
+                   or other.wait_reason = 'key')
+            order by other.job_key, (other.id + 0)
+            limit 1
+        ) is null
+        order by mine.job_key
+        on conflict do nothing
+        returning job_id
+    )",
+    "(taken.id = any (array (select job_id from granted))
+      or coalesce(
+          taken.id = (
+              select job_id from jobq.key_grants where job_key = taken.job_key limit 1
+          ),
+          false
+      ))"
+);
 
 fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
+    let (key, band) = (key(row)?, row.try_get("band")?);
+    // What comes from a front was given the grant when it was woken.
+    let runs = key.is_none() || is_front(band) || row.try_get("has_grant")?;
     Ok(ClaimedJob {
         lease: Lease {
             job: JobId(row.try_get("id")?),
@@ -216,7 +281,7 @@ fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
         },
         kind: row.try_get("kind")?,
         queue: row.try_get("queue")?,
-        band: row.try_get("band")?,
+        band,
         run_after: row.try_get::<Time, _>("run_after")?.0,
         counters: counters(row)?,
         limits: limits(row)?,
@@ -224,7 +289,13 @@ fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
         tags: tags_list(row.try_get("tags")?),
         metadata: metadata_map(row.try_get("metadata")?),
         payload: row.try_get("payload")?,
+        key,
+        turn: if runs { Turn::Runs } else { Turn::Undecided },
     })
+}
+
+pub(super) fn key(row: &PgRow) -> sqlx::Result<Option<JobKey>> {
+    Ok(job_key(row.try_get("job_key")?, row.try_get("on_block")?))
 }
 
 pub(super) fn counters(row: &PgRow) -> sqlx::Result<Counters> {

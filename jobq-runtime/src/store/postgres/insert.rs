@@ -273,6 +273,8 @@ async fn insert_chunk(
     // Shorter than the others where no job is unique: what is missing is null.
     let (mut unique_keys, mut unique_scopes) = (Vec::new(), Vec::new());
     let mut last: Vec<Option<i64>> = Vec::new();
+    // The same where no job has a key.
+    let (mut job_keys, mut on_blocks) = (Vec::new(), Vec::new());
     for (index, job) in jobs.iter().enumerate() {
         let (delay, time) = match job.due {
             CheckedDue::After(delay) => (micros(delay), None),
@@ -295,6 +297,12 @@ async fn insert_chunk(
             unique_scopes.push(Some(unique.scope.as_str()));
             last.resize(index, None);
             last.push(lasting(unique.scope));
+        }
+        if let Some(key) = &job.key {
+            job_keys.resize(index, None);
+            on_blocks.resize(index, None);
+            job_keys.push(Some(&*key.text));
+            on_blocks.push(Some(key.on_block.as_str()));
         }
     }
     // `run_after` is never before the clock: a row must not appear behind what workers have passed.
@@ -319,7 +327,9 @@ async fn insert_chunk(
         .bind(channel(schema))
         .bind(ids)
         .bind(unique_keys)
-        .bind(unique_scopes);
+        .bind(unique_scopes)
+        .bind(job_keys)
+        .bind(on_blocks);
     if statement == INSERT_UNIQUE {
         // Planned anew: a plan from when the tables were empty would read all of them.
         insert = insert.bind(last).persistent(false);
@@ -336,7 +346,7 @@ macro_rules! insert_statement {
                  insert into jobq.jobs (",
             $columns,
             "kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
-                     unique_key, unique_scope)
+                     unique_key, unique_scope, job_key, on_block)
                  ",
             $overriding,
             "
@@ -348,13 +358,15 @@ macro_rules! insert_statement {
                             clock_timestamp()
                         ),
                         job.priority, job.priority, job.max_attempts, job.max_crashes, job.tags,
-                        job.metadata, job.payload, job.unique_key, job.unique_scope
+                        job.metadata, job.payload, job.unique_key, job.unique_scope,
+                        job.job_key, job.on_block
                  from unnest($1::text[], $2::text[], $3::int8[], $4::timestamptz[], $5::int2[],
                              $6::int4[], $7::int2[], $8::text[], $9::text[], $10::text[], $12::int8[],
-                             $13::bytea[], $14::text[])
+                             $13::bytea[], $14::text[], $15::text[], $16::text[])
                       with ordinality
                       as job (kind, queue, delay, at, priority, max_attempts, max_crashes, tags,
-                              metadata, payload, id, unique_key, unique_scope, n)
+                              metadata, payload, id, unique_key, unique_scope, job_key,
+                              on_block, n)
                  order by job.n
                  returning id, queue, band, run_after, unique_key, unique_scope
              ),
@@ -393,7 +405,7 @@ const INSERT_UNIQUE: &str = insert_statement!(
          from (
              select place.tid, twin.lasting
              from added
-             join unnest($12::int8[], $15::int8[]) as twin (id, lasting) on twin.id = added.id
+             join unnest($12::int8[], $17::int8[]) as twin (id, lasting) on twin.id = added.id
              cross join lateral (
                  select ctid as tid
                  from jobq.uniques
@@ -433,6 +445,7 @@ mod tests {
             tags: Vec::new(),
             metadata: None,
             unique: None,
+            key: None,
         };
         let text = "x".repeat(CHUNK_BYTES / 4 + 1);
         for large in [

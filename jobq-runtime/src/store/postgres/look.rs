@@ -41,18 +41,18 @@ impl PostgresStore {
             "select job.id, state.state, job.kind, job.queue, job.attempt, job.max_attempts,
                     job.crashes, job.interruptions, job.token, job.run_after, job.created_at,
                     null::timestamptz as finished_at, state.worker, state.leased_until, job.payload,
-                    null as result, null as reason
+                    null as result, null as reason, job.job_key
              from jobq.jobs as job
              join jobq.job_states as state on state.id = job.id
              where job.id = $1
              union all
              select id, state, kind, queue, attempt, max_attempts, crashes, interruptions, token,
-                    null, created_at, finished_at, null, null, payload, result, null
+                    null, created_at, finished_at, null, null, payload, result, null, job_key
              from jobq.finished
              where id = $1
              union all
              select id, 'dead', kind, queue, attempt, max_attempts, crashes, interruptions, token,
-                    null, created_at, died_at, null, null, payload, null, reason
+                    null, created_at, died_at, null, null, payload, null, reason, job_key
              from jobq.dead
              where id = $1",
         ))
@@ -164,11 +164,12 @@ impl PostgresStore {
             .collect()
     }
 
-    pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<CancelReply> {
+    pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<(CancelReply, Option<String>)> {
         // The application's connection: it may wait for a handler's transaction, the runtime must not.
         let mut connection = self.shared().await?;
+        let mut freed = None;
         let reply = loop {
-            let (cancelled, requested, seen): (i64, i64, i64) = sqlx::query_as(self.sql(
+            let (cancelled, requested, seen, key): (i64, i64, i64, Option<String>) = sqlx::query_as(self.sql(
                 "with target as materialized (
                      select ctid as tid, leased_by from jobq.jobs where id = $1 for update
                  ),
@@ -181,13 +182,13 @@ impl PostgresStore {
                      insert into jobq.finished (
                          id, token, state, created_at, expires_at, attempt, max_attempts,
                          interruptions, crashes, max_crashes, priority, queue, kind, reason, tags,
-                         metadata, payload, unique_key, unique_scope
+                         metadata, payload, unique_key, unique_scope, job_key, on_block
                      )
                      select id, token, 'cancelled', created_at,
                             clock_timestamp() + $2 * interval '1 microsecond', attempt, max_attempts,
                             interruptions, crashes, max_crashes, priority, queue, kind,
                             'cancelled before it ran', tags, metadata, payload,
-                            unique_key, unique_scope
+                            unique_key, unique_scope, job_key, on_block
                      from gone
                  ),
                  asked as (
@@ -196,7 +197,7 @@ impl PostgresStore {
                      returning job.id
                  )
                  select (select count(*) from gone), (select count(*) from asked),
-                        (select count(*) from target)",
+                        (select count(*) from target), (select job_key from gone)",
             ))
             .bind(id.0)
             .bind(micros(DEFAULT_RETENTION))
@@ -204,6 +205,7 @@ impl PostgresStore {
             .fetch_one(&mut *connection)
             .await?;
             if cancelled > 0 {
+                freed = key;
                 break CancelReply::Cancelled;
             }
             if requested > 0 {
@@ -228,7 +230,7 @@ impl PostgresStore {
             };
         };
         connection.hand_back();
-        Ok(reply)
+        Ok((reply, freed))
     }
 
     pub(super) async fn redrive(
@@ -315,6 +317,7 @@ fn job_info(row: &PgRow) -> Result<JobInfo> {
         created_at: get::<Time>(row, "created_at")?.0,
         finished_at: get::<Option<Time>>(row, "finished_at")?.map(|time| time.0),
         leased_by: worker.zip(leased_until.map(|time| time.0)),
+        key: get(row, "job_key")?,
         payload: get(row, "payload")?,
         result: get(row, "result")?,
         death_reason: reason.map(|reason| reason.parse()).transpose()?,
@@ -362,11 +365,11 @@ macro_rules! revive {
              )
              insert into jobq.jobs (
                  id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
-                 metadata, payload, unique_key, unique_scope, run_after
+                 metadata, payload, unique_key, unique_scope, job_key, on_block, run_after
              )
              overriding system value
              select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-                    tags, metadata, payload, unique_key, unique_scope, clock_timestamp()
+                    tags, metadata, payload, unique_key, unique_scope, job_key, on_block, clock_timestamp()
              from gone
              order by id
              on conflict (id) do nothing

@@ -8,6 +8,7 @@
 
 mod claim;
 mod insert;
+mod keys;
 mod look;
 mod settle;
 mod setup;
@@ -15,6 +16,7 @@ mod sweep;
 mod unique;
 
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
@@ -28,9 +30,9 @@ use sqlx::postgres::{
 use sqlx::{AssertSqlSafe, Connection, Decode, Encode, SqlSafeStr, SqlStr, Type};
 
 use super::{
-    AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, HeldJob,
-    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven, Schema,
-    Settled, Settlement, Shift, Store, UnleasedJob, WakeUp,
+    AttemptInfo, Beat, BeatReply, BlockedKey, CancelReply, Claim, Claimed, DeadFilter, DeadJob,
+    HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven,
+    Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob, WakeUp,
 };
 use crate::enqueue::Enqueued;
 use crate::error::{Error, Result, is_connection_loss};
@@ -44,11 +46,14 @@ use settle::complete_on;
 /// What the plan tests explain.
 #[cfg(test)]
 pub(crate) mod statements {
-    pub(crate) use super::claim::{CLAIM, EXTEND, HELD, NEXT_DUE, claim_on};
+    pub(crate) use super::claim::{CLAIM, CLAIM_WITH_KEYS, EXTEND, HELD, NEXT_DUE, claim_on};
+    pub(crate) use super::keys::{
+        Claimant, DECIDE_GRANTS, LOCK_GRANTS, PASS_ON, STALE_GRANTS, TAKE_GRANTS, turns_on,
+    };
     pub(crate) use super::look::REVIVE_DEAD;
     pub(crate) use super::own_options;
     pub(crate) use super::settle::{
-        BURY, FINISH, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, REQUEUE,
+        BURY, FINISH, FINISH_AND_LOCK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, REQUEUE,
     };
     pub(crate) use super::sweep::{PRUNE, SHIFT, UNLEASED, UNPARK};
     pub(crate) use super::unique::{KEYS_AFTER, LOCK, LOOK, OWN, PRUNE_KEYS, TAKE, TAKE_OVER};
@@ -66,6 +71,8 @@ pub(crate) struct PostgresStore {
     pool: PgPool,
     /// The runtime's own connections, opened when first used.
     own: PgPool,
+    /// Whether a claim has met a job with a key: then the next ones grant keys.
+    meets_keys: AtomicBool,
     schema: Schema,
 }
 
@@ -77,7 +84,7 @@ impl PostgresStore {
             .acquire_timeout(PATIENCE)
             .test_before_acquire(false)
             .connect_lazy_with(own_options(&pool.connect_options()));
-        Self { pool, own, schema }
+        Self { pool, own, meets_keys: AtomicBool::new(false), schema }
     }
 
     /// Statement text for this schema.
@@ -102,6 +109,8 @@ pub(crate) fn own_options(options: &PgConnectOptions) -> PgConnectOptions {
         ("default_transaction_isolation", "read committed"),
         ("default_transaction_read_only", "off"),
         ("enable_seqscan", "off"),
+        // It has no order: of a page of 500 it would read, and sort, all that comes after.
+        ("enable_bitmapscan", "off"),
         ("plan_cache_mode", "force_generic_plan"),
         ("jit", "off"),
         ("statement_timeout", STATEMENT_TIMEOUT),
@@ -261,6 +270,10 @@ impl Store for PostgresStore {
         Box::pin(within("claim jobs", self.claim(claim)))
     }
 
+    fn pass_on<'a>(&'a self, keys: &'a [String]) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(within("pass keys on", self.pass_on(keys)))
+    }
+
     fn next_due<'a>(
         &'a self,
         queues: &'a [String],
@@ -368,6 +381,26 @@ impl Store for PostgresStore {
         Box::pin(within("prune unique keys", self.prune_keys(after, limit)))
     }
 
+    fn stale_grants<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<StaleGrants>> {
+        Box::pin(within("look for keys to pass on", self.stale_grants(after, limit)))
+    }
+
+    fn blocked_keys<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<BlockedKey>>> {
+        Box::pin(self.blocked_keys(after, limit))
+    }
+
+    fn unblock_key<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("unblock a key", self.unblock_key(key)))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -384,7 +417,7 @@ impl Store for PostgresStore {
         Box::pin(self.dead(filter, limit))
     }
 
-    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>> {
+    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<(CancelReply, Option<String>)>> {
         Box::pin(within("cancel a job", self.cancel(id)))
     }
 

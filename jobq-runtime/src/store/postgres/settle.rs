@@ -12,18 +12,51 @@ use jobq_core::job::Lease;
 use jobq_core::lifecycle::{Counters, Transition, When};
 use jobq_core::outcome::AttemptRecord;
 use jobq_core::time::micros;
-use sqlx::SqlStr;
 use sqlx::postgres::PgConnection;
+use sqlx::{Executor, SqlStr};
 
-use super::{Checkout, Error, PostgresStore, Result, Schema, Settled, Settlement, sql};
+use super::{Checkout, Error, PostgresStore, Result, Schema, Settled, Settlement, keys, sql};
+use crate::key::in_order;
 use crate::store::{Completion, rounds};
 
 impl PostgresStore {
     pub(super) async fn settle(&self, settlements: &[Settlement]) -> sqlx::Result<Vec<Settled>> {
         let mut connection = self.own().await?;
         let mut settled = vec![Settled::LeaseLost; settlements.len()];
+        let mut woken = 0;
         for round in rounds(settlements) {
-            let written = self.write(&mut connection, settlements, &round).await?;
+            // Apart, for whoever leaves no key needs one statement and no transaction.
+            let (leaving, others): (Vec<usize>, Vec<usize>) =
+                round.iter().partition(|index| settlements[**index].leaves().is_some());
+            let mut written = Vec::new();
+            if !others.is_empty() {
+                written = self.write(&mut connection, settlements, &others, false).await?;
+            }
+            if !leaving.is_empty() {
+                connection.execute(keys::BEGIN).await?;
+                // Where all of them are completed, their grants are locked by the statement that does it.
+                let locks = leaving.iter().all(|index| {
+                    matches!(settlements[*index].transition, Transition::Complete { .. })
+                });
+                let ended = self.write(&mut connection, settlements, &leaving, locks).await?;
+                let left = leaving
+                    .iter()
+                    .filter(|index| ended.contains(&settlements[**index].lease.job.0))
+                    .filter_map(|index| settlements[*index].leaves());
+                let left = in_order(left);
+                if !locks {
+                    keys::lock(&mut connection, &self.schema, &left).await?;
+                }
+                woken += keys::pass_on_locked(
+                    &mut connection,
+                    &self.schema,
+                    &left,
+                    if locks { &ended } else { &[] },
+                )
+                .await?;
+                connection.execute("commit").await?;
+                written.extend(ended);
+            }
             let mut rest = Vec::new();
             for index in round {
                 if written.contains(&settlements[index].lease.job.0) {
@@ -37,16 +70,22 @@ impl PostgresStore {
             }
         }
         connection.hand_back();
+        if woken > 0 {
+            crate::wake::poke();
+        }
         Ok(settled)
     }
 
-    /// Writes settlements of different jobs, given in id order; returns the ids written.
+    /// Writes settlements of different jobs, given in id order; returns the ids written. With `locks` it
+    /// also locks the grants of their keys; then all of them are completed.
     async fn write(
         &self,
         connection: &mut Checkout,
         settlements: &[Settlement],
         round: &[usize],
+        locks: bool,
     ) -> sqlx::Result<Vec<i64>> {
+        let statement = self.sql(if locks { FINISH_AND_LOCK } else { FINISH });
         let mut complete = Rows::default();
         let mut cancel = Rows::default();
         let mut requeue = Rows::default();
@@ -82,10 +121,10 @@ impl PostgresStore {
         }
         let mut written = Vec::new();
         if !complete.ids.is_empty() {
-            written.extend(finish(connection, self.sql(FINISH), complete, "completed").await?);
+            written.extend(finish(connection, statement.clone(), complete, "completed").await?);
         }
         if !cancel.ids.is_empty() {
-            written.extend(finish(connection, self.sql(FINISH), cancel, "cancelled").await?);
+            written.extend(finish(connection, statement, cancel, "cancelled").await?);
         }
         if !requeue.ids.is_empty() {
             written.extend(self.requeue(connection, requeue).await?);
@@ -228,11 +267,11 @@ pub(crate) const BURY: &str = "
         insert into jobq.dead (
             id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
             max_crashes, priority, queue, kind, error, tags, metadata, payload,
-            unique_key, unique_scope
+            unique_key, unique_scope, job_key, on_block
         )
         select id, token, ($7::text[])[n], created_at, ($4::int4[])[n], max_attempts,
                ($6::int4[])[n], ($5::int2[])[n], max_crashes, priority, queue, kind,
-               ($9::text[])[n], tags, metadata, payload, unique_key, unique_scope
+               ($9::text[])[n], tags, metadata, payload, unique_key, unique_scope, job_key, on_block
         from gone
     )
     select id from gone";
@@ -320,7 +359,7 @@ async fn finish(
 }
 
 macro_rules! finish_statement {
-    ($lock:literal) => {
+    ($lock:literal, $also:literal, $after:literal) => {
         concat!(
             "with held as materialized (
                  select ctid as tid, width_bucket(id, $1::int8[]) as n
@@ -341,7 +380,7 @@ macro_rules! finish_statement {
                  insert into jobq.finished (
                      id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
                      crashes, max_crashes, priority, queue, kind, reason, result, tags, metadata,
-                     payload, unique_key, unique_scope
+                     payload, unique_key, unique_scope, job_key, on_block
                  )
                  select id, token, $6, created_at,
                         clock_timestamp() + ($4::int8[])[n] * interval '1 microsecond',
@@ -349,7 +388,7 @@ macro_rules! finish_statement {
                         kind,
                         case when $6 = 'cancelled' then ($5::text[])[n] end,
                         case when $6 = 'completed' then ($5::text[])[n] end,
-                        tags, metadata, payload, unique_key, unique_scope
+                        tags, metadata, payload, unique_key, unique_scope, job_key, on_block
                  from gone
                  where ($4::int8[])[n] > 0
              ),
@@ -358,14 +397,30 @@ macro_rules! finish_statement {
                  where job_id = any (array (
                      select id from gone where ($4::int8[])[n] = 0 and token > 1
                  ))
-             )
-             select id from gone"
+             )",
+            $also,
+            "
+             select id from gone ",
+            $after
         )
     };
 }
 
-pub(crate) const FINISH: &str = finish_statement!("for update skip locked");
-const FINISH_WAITING: &str = finish_statement!("for update");
+pub(crate) const FINISH: &str = finish_statement!("for update skip locked", "", "");
+const FINISH_WAITING: &str = finish_statement!("for update", "", "");
+/// The same, and locks the grants of the jobs' keys.
+pub(crate) const FINISH_AND_LOCK: &str = finish_statement!(
+    "for update skip locked",
+    ",
+     locked as materialized (
+         select job_key
+         from jobq.key_grants
+         where job_key = any (array (select job_key from gone))
+         order by job_key
+         for update
+     )",
+    "where (select count(*) from locked) >= 0"
+);
 
 /// Settlements of one kind as the arrays that a statement binds; the ids ascend.
 #[derive(Default)]

@@ -7,7 +7,7 @@ use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
-use super::claim::{counters, limits};
+use super::claim::{counters, key, limits};
 use super::{
     Floor, HeldJob, Horizon, LiveSession, PostgresStore, Result, Shift, Time, UnleasedJob, within,
 };
@@ -133,7 +133,7 @@ impl PostgresStore {
         let rows = sqlx::query(self.sql(
             "with page as materialized (
                  select id, token, leased_by, attempt, crashes, interruptions, max_attempts,
-                        max_crashes, isolated, cancel_requested
+                        max_crashes, isolated, cancel_requested, job_key, on_block
                  from jobq.jobs
                  where id > $3
                  order by id
@@ -354,6 +354,7 @@ fn held_job(row: &PgRow) -> sqlx::Result<HeldJob> {
         limits: limits(row)?,
         isolated: row.try_get("isolated")?,
         cancel_requested: row.try_get("cancel_requested")?,
+        key: key(row)?,
     })
 }
 

@@ -12,9 +12,10 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{
     Beat, BeatReply, Claim, Claimed, Floor, HEARTBEATS_FIRST, NewSession, Schema, SqliteStore,
-    count, get, json, sql,
+    count, get, json, keys, sql,
 };
-use crate::store::{ClaimedJob, metadata_map, tags_list};
+use crate::key::JobKey;
+use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
 
 impl SqliteStore {
     pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
@@ -290,7 +291,8 @@ async fn take(
         let taken = taken.entry(place.queue.as_str()).or_default();
         let left = place.limit.saturating_sub(*taken);
         if left > 0 {
-            let found = due(connection, schema, wanted, place, look.now, left).await?;
+            let mut found = due(connection, schema, wanted, place, look.now, left).await?;
+            keys::decide_turns(connection, schema, &mut found).await?;
             lease(connection, schema, &found).await?;
             *taken += found.len() as u32;
             jobs.extend(found);
@@ -339,8 +341,8 @@ async fn lease(
     schema: &Schema,
     jobs: &[ClaimedJob],
 ) -> sqlx::Result<()> {
-    let rows: Vec<(i64, i64)> =
-        jobs.iter().map(|job| (job.lease.job.0, job.lease.session.0)).collect();
+    let run = jobs.iter().filter(|job| job.turn == Turn::Runs);
+    let rows: Vec<(i64, i64)> = run.map(|job| (job.lease.job.0, job.lease.session.0)).collect();
     sqlx::query(sql(
         schema,
         "insert into jobq_do_lease select value ->> 0, value ->> 1 from json_each(?1)",
@@ -365,7 +367,8 @@ macro_rules! due {
     ($after_the_floor:literal) => {
         concat!(
             "select id, token + 1 as token, kind, run_after, attempt + 1 as attempt, crashes,
-                    interruptions, max_attempts, max_crashes, created_at, tags, metadata, payload
+                    interruptions, max_attempts, max_crashes, created_at, tags, metadata, payload,
+                    job_key, on_block
              from jobq_jobs indexed by jobq_jobs_due
              where queue = ?1
                and band = ?2
@@ -405,7 +408,13 @@ fn claimed_job(
         tags: tags_list(get(row, "tags").unwrap_or_default()),
         metadata: metadata_map(get(row, "metadata").unwrap_or_default()),
         payload: get(row, "payload").unwrap_or_default(),
+        key: key(row)?,
+        turn: Turn::Runs,
     })
+}
+
+pub(super) fn key(row: &SqliteRow) -> sqlx::Result<Option<JobKey>> {
+    Ok(job_key(get(row, "job_key")?, get(row, "on_block")?))
 }
 
 pub(super) fn counters(row: &SqliteRow) -> sqlx::Result<Counters> {

@@ -57,17 +57,17 @@ impl SqliteStore {
                         (select leased_until from jobq_sessions where id = job.leased_by),
                         (select leased_until from jobq_closed_sessions where id = job.leased_by)
                     ) as leased_until,
-                    payload, null as result, null as reason
+                    payload, null as result, null as reason, job_key
              from jobq_jobs as job
              where id = ?1
              union all
              select id, state, kind, queue, attempt, max_attempts, crashes, interruptions, token,
-                    null, created_at, finished_at, null, null, payload, result, null
+                    null, created_at, finished_at, null, null, payload, result, null, job_key
              from jobq_finished
              where id = ?1
              union all
              select id, 'dead', kind, queue, attempt, max_attempts, crashes, interruptions, token,
-                    null, created_at, died_at, null, null, payload, null, reason
+                    null, created_at, died_at, null, null, payload, null, reason, job_key
              from jobq_dead
              where id = ?1",
         ))
@@ -167,7 +167,7 @@ impl SqliteStore {
             .collect()
     }
 
-    pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<CancelReply> {
+    pub(super) async fn cancel(&self, id: JobId) -> sqlx::Result<(CancelReply, Option<String>)> {
         let schema = self.schema.clone();
         self.write(async move |locked| {
             let asked = sqlx::query(sql(
@@ -178,16 +178,14 @@ impl SqliteStore {
             .execute(&mut **locked)
             .await?;
             if asked.rows_affected() > 0 {
-                return Ok(CancelReply::Requested);
+                return Ok((CancelReply::Requested, None));
             }
-            let there: bool = sqlx::query_scalar(sql(
-                &schema,
-                "select (select 1 from jobq_jobs where id = ?1) is not null",
-            ))
-            .bind(id.0)
-            .fetch_one(&mut **locked)
-            .await?;
-            if there {
+            let there: Option<Option<String>> =
+                sqlx::query_scalar(sql(&schema, "select job_key from jobq_jobs where id = ?1"))
+                    .bind(id.0)
+                    .fetch_optional(&mut **locked)
+                    .await?;
+            if let Some(key) = there {
                 sqlx::query(sql(
                     &schema,
                     "insert into jobq_do_finish values (?1, 'cancelled', ?2, 'cancelled before it ran')",
@@ -196,7 +194,7 @@ impl SqliteStore {
                 .bind(micros(DEFAULT_RETENTION))
                 .execute(&mut **locked)
                 .await?;
-                return Ok(CancelReply::Cancelled);
+                return Ok((CancelReply::Cancelled, key));
             }
             let state: Option<String> = sqlx::query_scalar(sql(
                 &schema,
@@ -207,12 +205,13 @@ impl SqliteStore {
             .bind(id.0)
             .fetch_optional(&mut **locked)
             .await?;
-            Ok(match state {
+            let reply = match state {
                 Some(state) => CancelReply::AlreadyFinal(
                     state.parse().map_err(|error| sqlx::Error::Decode(Box::new(error)))?,
                 ),
                 None => CancelReply::NotFound,
-            })
+            };
+            Ok((reply, None))
         })
         .await
     }
@@ -337,15 +336,15 @@ pub(super) const DO_REDRIVE: &str = "
     begin
         insert into jobq_jobs (
             id, token, created_at, max_attempts, max_crashes, priority, band, queue, kind, tags,
-            metadata, payload, unique_key, unique_scope
+            metadata, payload, unique_key, unique_scope, job_key, on_block
         )
         select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-               tags, metadata, payload, unique_key, unique_scope
+               tags, metadata, payload, unique_key, unique_scope, job_key, on_block
         from jobq_dead
         where id = new.id
         union all
         select id, token, created_at, max_attempts, max_crashes, priority, priority, queue, kind,
-               tags, metadata, payload, unique_key, unique_scope
+               tags, metadata, payload, unique_key, unique_scope, job_key, on_block
         from jobq_finished
         where id = new.id and state = 'cancelled';
         delete from jobq_dead where id = new.id;
@@ -373,6 +372,7 @@ fn job_info(row: &SqliteRow) -> Result<JobInfo> {
         created_at: Timestamp(read(row, "created_at")?),
         finished_at: read::<Option<i64>>(row, "finished_at")?.map(Timestamp),
         leased_by: worker.zip(leased_until.map(Timestamp)),
+        key: read(row, "job_key")?,
         payload: read(row, "payload")?,
         result: read(row, "result")?,
         death_reason: reason.map(|reason| reason.parse()).transpose()?,
@@ -380,7 +380,7 @@ fn job_info(row: &SqliteRow) -> Result<JobInfo> {
     })
 }
 
-fn read<'r, T: Decode<'r, Sqlite>>(row: &'r SqliteRow, column: &str) -> Result<T> {
+pub(super) fn read<'r, T: Decode<'r, Sqlite>>(row: &'r SqliteRow, column: &str) -> Result<T> {
     get(row, column).map_err(Error::database("read a job"))
 }
 

@@ -15,6 +15,7 @@
 
 mod claim;
 mod insert;
+mod keys;
 mod look;
 mod settle;
 mod setup;
@@ -40,9 +41,9 @@ use sqlx::sqlite::{
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Decode, Row, SqlSafeStr, SqlStr};
 
 use super::{
-    AttemptInfo, Beat, BeatReply, CancelReply, Claim, Claimed, DeadFilter, DeadJob, Floor, HeldJob,
-    Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven, Schema,
-    Settled, Settlement, Shift, Store, UnleasedJob,
+    AttemptInfo, Beat, BeatReply, BlockedKey, CancelReply, Claim, Claimed, DeadFilter, DeadJob,
+    Floor, HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount,
+    Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob,
 };
 use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
@@ -191,6 +192,9 @@ fn verbs(schema: &Schema) -> Vec<SqlStr> {
         sweep::DO_MOVE,
         sweep::DO_PRUNE,
         look::DO_REDRIVE,
+        keys::DO_GRANT,
+        keys::DO_UNGRANT,
+        keys::DO_PUT_ASIDE,
     ];
     verbs.into_iter().map(|verb| sql(schema, verb)).collect()
 }
@@ -296,6 +300,10 @@ impl Store for SqliteStore {
 
     fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>> {
         Box::pin(within("claim jobs", self.claim(claim)))
+    }
+
+    fn pass_on<'a>(&'a self, keys: &'a [String]) -> BoxFuture<'a, Result<u64>> {
+        Box::pin(within("pass keys on", self.pass_on(keys)))
     }
 
     fn next_due<'a>(
@@ -407,6 +415,26 @@ impl Store for SqliteStore {
         Box::pin(within("prune unique keys", self.prune_keys(after, limit)))
     }
 
+    fn stale_grants<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<StaleGrants>> {
+        Box::pin(within("look for keys to pass on", self.stale_grants(after, limit)))
+    }
+
+    fn blocked_keys<'a>(
+        &'a self,
+        after: Option<&'a str>,
+        limit: u32,
+    ) -> BoxFuture<'a, Result<Vec<BlockedKey>>> {
+        Box::pin(self.blocked_keys(after, limit))
+    }
+
+    fn unblock_key<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("unblock a key", self.unblock_key(key)))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -423,7 +451,7 @@ impl Store for SqliteStore {
         Box::pin(self.dead(filter, limit))
     }
 
-    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<CancelReply>> {
+    fn cancel(&self, id: JobId) -> BoxFuture<'_, Result<(CancelReply, Option<String>)>> {
         Box::pin(within("cancel a job", self.cancel(id)))
     }
 

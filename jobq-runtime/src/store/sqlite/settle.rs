@@ -11,7 +11,8 @@ use jobq_core::time::micros;
 use serde::Serialize;
 use sqlx::sqlite::SqliteConnection;
 
-use super::{Result, Schema, Settled, Settlement, SqliteStore, json, on_callers, sql};
+use super::{Result, Schema, Settled, Settlement, SqliteStore, json, keys, on_callers, sql};
+use crate::key::in_order;
 use crate::store::{Completion, rounds};
 
 /// The most settlements in one transaction: nobody else can write meanwhile.
@@ -26,6 +27,9 @@ impl SqliteStore {
                 let schema = self.schema.clone();
                 let seen = self.write(async move |locked| batch.write(locked, &schema).await);
                 let seen = seen.await?;
+                if seen.woken > 0 {
+                    crate::wake::poke();
+                }
                 for index in chunk {
                     settled[*index] = seen.judge(&settlements[*index]);
                 }
@@ -40,6 +44,8 @@ impl SqliteStore {
 struct Batch {
     /// id, token, session
     guards: Vec<(i64, i64, i64)>,
+    /// The jobs that leave a key.
+    leaving: Vec<(i64, String)>,
     complete: Vec<Finish>,
     cancel: Vec<Finish>,
     requeue: Vec<Requeue>,
@@ -64,6 +70,8 @@ type Row = (i64, i64, bool);
 /// What became of a batch.
 struct Seen {
     written: HashSet<i64>,
+    /// How many jobs have got the key of one of them.
+    woken: u64,
     /// What was found of those that could not be written.
     rest: HashMap<i64, Found>,
 }
@@ -87,6 +95,7 @@ impl Batch {
             // A sum with the clock must stay a time that can be stored.
             let retention = storable_micros(settlement.retention);
             batch.guards.push((id, lease.token.0, lease.session.0));
+            batch.leaving.extend(settlement.leaves().map(|key| (id, key.to_owned())));
             match &settlement.transition {
                 Transition::Complete { result } => {
                     batch.complete.push(Finish(id, retention, result.clone()));
@@ -161,7 +170,11 @@ impl Batch {
             .collect();
         self.guards.retain(|(id, ..)| !written.contains(id));
         let rest = second_look(connection, schema, &self.guards, &rows).await?;
-        Ok(Seen { written, rest })
+        let left = self.leaving.iter().filter(|(id, _)| written.contains(id));
+        let left = in_order(left.map(|(_, key)| &**key));
+        let woken =
+            if left.is_empty() { 0 } else { keys::decide(connection, schema, &left).await?.woken };
+        Ok(Seen { written, woken, rest })
     }
 
     /// What there is of the jobs, before anything is written.
@@ -235,13 +248,13 @@ pub(super) const DO_FINISH: &str = "
         insert or replace into jobq_finished (
             id, token, state, created_at, expires_at, attempt, max_attempts, interruptions, crashes,
             max_crashes, priority, queue, kind, reason, result, tags, metadata, payload,
-            unique_key, unique_scope
+            unique_key, unique_scope, job_key, on_block
         )
         select id, token, new.state, created_at, now_us() + new.retention, attempt, max_attempts,
                interruptions, crashes, max_crashes, priority, queue, kind,
                case when new.state = 'cancelled' then new.text end,
                case when new.state = 'completed' then new.text end,
-               tags, metadata, payload, unique_key, unique_scope
+               tags, metadata, payload, unique_key, unique_scope, job_key, on_block
         from jobq_jobs
         where id = new.id and new.retention > 0;
         delete from jobq_attempts where job_id = new.id and new.retention = 0;
@@ -324,11 +337,11 @@ pub(super) const DO_BURY: &str = "
         insert or replace into jobq_dead (
             id, token, reason, created_at, attempt, max_attempts, interruptions, crashes,
             max_crashes, priority, queue, kind, error, tags, metadata, payload,
-            unique_key, unique_scope
+            unique_key, unique_scope, job_key, on_block
         )
         select id, token, new.death, created_at, new.attempt, max_attempts, new.interruptions,
                new.crashes, max_crashes, priority, queue, kind, new.error, tags, metadata, payload,
-               unique_key, unique_scope
+               unique_key, unique_scope, job_key, on_block
         from jobq_jobs
         where id = new.id;
         delete from jobq_jobs where id = new.id;
@@ -399,11 +412,11 @@ async fn complete(
             "insert or replace into jobq_finished (
                  id, token, state, created_at, expires_at, attempt, max_attempts, interruptions,
                  crashes, max_crashes, priority, queue, kind, tags, metadata, payload,
-                 unique_key, unique_scope
+                 unique_key, unique_scope, job_key, on_block
              )
              select id, token, 'completed', created_at, now_us() + ?4, attempt, max_attempts,
                     interruptions, crashes, max_crashes, priority, queue, kind, tags, metadata,
-                    payload, unique_key, unique_scope
+                    payload, unique_key, unique_scope, job_key, on_block
              from jobq_jobs
              where id = ?1 and token = ?2 and leased_by = ?3",
         ))

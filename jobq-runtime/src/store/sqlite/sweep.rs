@@ -6,7 +6,7 @@ use std::time::Duration;
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::time::{Timestamp, micros};
 
-use super::claim::{counters, limits};
+use super::claim::{counters, key, limits};
 use super::{
     Floor, HEARTBEATS_FIRST, HeldJob, Horizon, LiveSession, Shift, SqliteStore, UnleasedJob, get,
     json, sql,
@@ -129,7 +129,7 @@ impl SqliteStore {
         let mut reader = self.reader().await?;
         let rows = sqlx::query(self.sql(
             "select id, token, leased_by, attempt, crashes, interruptions, max_attempts, max_crashes,
-                    isolated, cancel_requested
+                    isolated, cancel_requested, job_key, on_block
              from jobq_jobs as job
              where leased_by <> 0
                and (
@@ -157,6 +157,7 @@ impl SqliteStore {
                     limits: limits(row)?,
                     isolated: get::<i64>(row, "isolated")? != 0,
                     cancel_requested: get::<i64>(row, "cancel_requested")? != 0,
+                    key: key(row)?,
                 })
             })
             .collect()

@@ -1,0 +1,112 @@
+//! What flow control costs: jobs a second with a feature against without it, in the same run.
+//!
+//! `cargo bench --bench flow` measures SQLite; `cargo bench --bench flow -- URL…` each database named.
+//! Rounds alternate between the features, medians are compared: trust the ratio, not the figures, for
+//! machines are noisy.
+
+use std::time::{Duration, Instant};
+
+use jobq::{Client, ClientOptions, NewJob, Runtime, Unique, job};
+use sqlx::{AssertSqlSafe, Connection, Executor};
+
+const JOBS: u64 = 20_000;
+const ROUNDS: usize = 3;
+const CHUNK: u64 = 1_000;
+const SLOTS: usize = 100;
+
+#[job(retention = "0s")]
+async fn nothing(n: u64, text: String) {
+    let _ = (n, text);
+}
+
+/// How a feature makes the job with a number.
+type Feature = (&'static str, fn(u64) -> NewJob);
+
+/// The first is what the others are compared with.
+const FEATURES: [Feature; 5] = [
+    ("plain", plain),
+    ("unique", |n| plain(n).unique(Unique::DEFAULT)),
+    ("a key for each job", |n| plain(n).key(format!("key-{n}"))),
+    ("500 keys", |n| plain(n).key(format!("key-{}", n % 500))),
+    ("500 keys, each in one go", |n| plain(n).key(format!("key-{}", n / (JOBS / 500)))),
+];
+
+/// About 170 bytes, as the research on other queues used.
+fn plain(n: u64) -> NewJob {
+    nothing::new(n, "x".repeat(140))
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let urls: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let folder = tempfile::tempdir()?;
+    if urls.is_empty() {
+        return measure(&format!("sqlite:{}", folder.path().join("bench.db").display())).await;
+    }
+    for url in &urls {
+        measure(url).await?;
+    }
+    Ok(())
+}
+
+async fn measure(url: &str) -> Result<(), Box<dyn std::error::Error>> {
+    let schema = format!("bench{}", std::process::id());
+    let client = ClientOptions::new().schema(&schema).connect(url).await?;
+    client.migrate().await?;
+    let database = url.split(':').next().unwrap_or_default();
+    println!("{database} ({JOBS} jobs a round, {SLOTS} slots, medians of {ROUNDS} rounds)");
+    println!(
+        "{:28} {:>16} {:>8} {:>12} {:>8}",
+        "", "enqueue, jobs/s", "of plain", "drain", "of plain"
+    );
+    let mut figures = vec![(Vec::new(), Vec::new()); FEATURES.len()];
+    for _ in 0..ROUNDS {
+        for ((_, new), (enqueued, drained)) in FEATURES.iter().zip(&mut figures) {
+            enqueued.push(enqueue(&client, *new).await?);
+            drained.push(drain(&client).await?);
+        }
+    }
+    let figures: Vec<(f64, f64)> = figures
+        .into_iter()
+        .map(|(enqueued, drained)| (median(enqueued), median(drained)))
+        .collect();
+    let plain = figures[0];
+    for ((name, _), (enqueued, drained)) in FEATURES.iter().zip(figures) {
+        let of_plain = (100.0 * enqueued / plain.0, 100.0 * drained / plain.1);
+        println!(
+            "{name:28} {enqueued:>16.0} {:>7.0}% {drained:>12.0} {:>7.0}%",
+            of_plain.0, of_plain.1
+        );
+    }
+    if url.starts_with("postgres") {
+        let mut connection = sqlx::PgConnection::connect(url).await?;
+        connection.execute(AssertSqlSafe(format!("drop schema {schema} cascade"))).await?;
+    }
+    println!();
+    Ok(())
+}
+
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    figures[figures.len() / 2]
+}
+
+fn rate(took: Duration) -> f64 {
+    JOBS as f64 / took.as_secs_f64()
+}
+
+async fn enqueue(client: &Client, new: fn(u64) -> NewJob) -> jobq::Result<f64> {
+    let started = Instant::now();
+    for first in (0..JOBS).step_by(CHUNK as usize) {
+        jobq::enqueue_many(client, (first..first + CHUNK).map(new)).await?;
+    }
+    Ok(rate(started.elapsed()))
+}
+
+async fn drain(client: &Client) -> jobq::Result<f64> {
+    let started = Instant::now();
+    let ended = Runtime::new(client.clone()).queue("default", SLOTS).run_until_idle().await?;
+    let took = started.elapsed();
+    assert_eq!(ended.completed, JOBS, "{ended:?}");
+    Ok(rate(took))
+}
