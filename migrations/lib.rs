@@ -94,6 +94,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Postgres,
                 text: include_str!("postgres/0003_keys.sql"),
             },
+            Migration {
+                version: 4,
+                name: "pauses",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0004_pauses.sql"),
+            },
         ],
         Dialect::Mysql => &[
             Migration {
@@ -114,6 +120,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Mysql,
                 text: include_str!("mysql/0003_keys.sql"),
             },
+            Migration {
+                version: 4,
+                name: "pauses",
+                dialect: Dialect::Mysql,
+                text: include_str!("mysql/0004_pauses.sql"),
+            },
         ],
         Dialect::Sqlite => &[
             Migration {
@@ -133,6 +145,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 name: "keys",
                 dialect: Dialect::Sqlite,
                 text: include_str!("sqlite/0003_keys.sql"),
+            },
+            Migration {
+                version: 4,
+                name: "pauses",
+                dialect: Dialect::Sqlite,
+                text: include_str!("sqlite/0004_pauses.sql"),
             },
         ],
     }

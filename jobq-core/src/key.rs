@@ -5,7 +5,8 @@
 //! without the grant waits, and is passed by until the grant is its own.
 
 /// What becomes of the jobs behind one that has their key and cannot run now: it is retried or
-/// snoozed, is scheduled for later, waits for its kind, or is dead.
+/// snoozed, is scheduled for later, waits for its kind (that nobody knows, or that is paused), or is
+/// dead. One that is due in a paused queue keeps its place: those behind it wait.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnBlock {
     /// They wait: nothing ever runs before what was enqueued before it. A dead job holds up its key

@@ -13,6 +13,7 @@ pub mod job;
 pub mod key;
 pub mod lifecycle;
 pub mod outcome;
+pub mod pause;
 pub mod payload;
 pub mod queue;
 pub mod retry;

@@ -9,7 +9,7 @@
 //! | operation | from → to | guard | decided by |
 //! |---|---|---|---|
 //! | insert | (nothing) → pending | – | the caller's transaction |
-//! | claim | pending → running | due, unleased, live session; token + 1, attempt + 1 | [`admit`] |
+//! | claim | pending → running | due, unleased, live session, neither queue nor kind paused; token + 1, attempt + 1 | [`admit`] |
 //! | settle: complete | running → completed | lease | [`settle`] |
 //! | settle: requeue | running → pending | lease, no cancel requested | [`settle`], [`rescue`] |
 //! | settle: bury | running → dead | lease, no cancel requested | [`settle`], [`rescue`], [`admit`] |
@@ -21,8 +21,8 @@
 //! | claim: put aside | pending, running → waiting | unleased, or lease and no cancel requested; another job has its key | – |
 //! | settle, cancel, sweep: wake | waiting → pending, front | the first of its key that may run | – |
 //! | sweep: hurry | pending → pending, express | unleased, token | a late find |
-//! | sweep: park | pending → waiting | unleased, token, no live session knows the kind | – |
-//! | sweep: unpark | waiting → pending | unleased, token, a live session knows the kind | – |
+//! | sweep: park | pending → waiting | unleased, token, no live session knows the kind, or it is paused | – |
+//! | sweep, resume: unpark | waiting → pending | unleased, token, a live session knows the kind, and it is not paused | – |
 //!
 //! Rescue is not a write of its own: it closes a session whose lease expired and then settles
 //! that session's jobs with what [`rescue`] decides.

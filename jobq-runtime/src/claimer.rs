@@ -96,7 +96,8 @@ struct Claimer<'w> {
     /// When to look for jobs of a claim whose reply was lost.
     reconcile_at: Vec<Instant>,
     reconcile_anyway_at: Instant,
-    /// The database was away: begin anew at the proven floors.
+    /// Begin anew at the proven floors: the database was away, or what was paused and passed by is
+    /// resumed.
     restart_floors: bool,
 }
 
@@ -243,12 +244,12 @@ impl<'w> Claimer<'w> {
         }
         {
             let mut floors = locked(&worker.floors);
-            floors.advance(&claim.queues, &claimed, ended);
+            self.restart_floors |= floors.advance(&claim.queues, &claimed, ended);
             if far {
                 floors.looked_far(ended - started, ended);
             }
         }
-        let full = is_full(&claim.queues, &claimed.jobs);
+        let more = self.restart_floors || is_full(&claim.queues, &claimed.jobs);
         if !claimed.jobs.is_empty() {
             self.idle_since = None;
             self.poll = FIRST_POLL;
@@ -262,7 +263,7 @@ impl<'w> Claimer<'w> {
                 Turn::Undecided => self.reconcile_at.insert(0, ended),
             }
         }
-        Ok(if full { Looked::More } else { Looked::NothingDue })
+        Ok(if more { Looked::More } else { Looked::NothingDue })
     }
 
     fn start(&mut self, job: ClaimedJob) {

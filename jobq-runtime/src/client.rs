@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use jobq_core::job::JobId;
+use jobq_core::pause::PauseScope;
 use jobq_core::payload::DEFAULT_LIMIT;
+use jobq_core::queue::check_name;
 
 use crate::enqueue::sealed::Sealed;
 use crate::enqueue::{EnqueueTarget, Enqueued};
@@ -11,7 +13,8 @@ use crate::error::{Error, Result};
 use crate::job::CheckedJob;
 use crate::key;
 use crate::store::{
-    BlockedKey, CancelReply, DeadFilter, DeadJob, Lookup, QueueCount, Redriven, Schema, Store,
+    BlockedKey, CancelReply, DeadFilter, DeadJob, Lookup, Pause, QueueCount, Redriven, Schema,
+    Store,
 };
 
 /// jobq in one database: enqueues jobs, shows and mends them, and is what a
@@ -457,10 +460,169 @@ impl Client {
         }
     }
 
+    /// Pauses a queue for the whole fleet; false if it was paused already, which changes nothing.
+    ///
+    /// No claim that begins after this has returned takes a job of it, on whatever machine. Running
+    /// jobs go on and end as usual; a retry of theirs waits with the others. Jobs can be enqueued,
+    /// cancelled and redriven as before. The pause is kept in the database until
+    /// [`resume_queue`](Self::resume_queue). The reason, of up to 1,000 bytes, is for people;
+    /// [`paused`](Self::paused) shows it. Workers of a version without pauses do not keep to them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadName`] for a name that no queue can have, [`Error::BadOption`] for a reason that
+    /// cannot be stored, and database errors.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use jobq_runtime as jobq;
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let folder = tempfile::tempdir()?;
+    /// # let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
+    /// # let client = jobq::Client::connect(&url).await?;
+    /// # client.migrate().await?;
+    /// assert!(client.pause_queue("mail", Some("the provider is down")).await?);
+    /// assert!(!client.pause_queue("mail", None).await?, "it is paused");
+    /// for pause in client.paused().await? {
+    ///     println!("{} {}: {}", pause.scope, pause.name, pause.reason.unwrap_or_default());
+    /// }
+    /// assert!(client.resume_queue("mail").await?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn pause_queue(&self, queue: &str, reason: Option<&str>) -> Result<bool> {
+        self.pause(PauseScope::Queue, queue, reason).await
+    }
+
+    /// Ends the pause of a queue; false if it was not paused.
+    ///
+    /// Its jobs go on in the order in which they would have been claimed, in this process at once
+    /// and elsewhere with the next poll, a second later at most.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadName`] for a name that no queue can have, and database errors.
+    pub async fn resume_queue(&self, queue: &str) -> Result<bool> {
+        self.resume(PauseScope::Queue, queue).await
+    }
+
+    /// Pauses a kind for the whole fleet, whatever the queues of its jobs; false if it was paused
+    /// already, which changes nothing.
+    ///
+    /// As [`pause_queue`](Self::pause_queue). A pause is of the jobs that are stored under this name:
+    /// of a job function with aliases, pause each of its names.
+    ///
+    /// Jobs of a paused kind that are due are set aside, waiting, so that claims of other kinds need
+    /// not read past them for long. Where a queue has only this kind, pause the queue: then nothing
+    /// has to be moved.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadName`] for a name that no kind can have, [`Error::BadOption`] for a reason that
+    /// cannot be stored, and database errors.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use jobq_runtime as jobq;
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let folder = tempfile::tempdir()?;
+    /// # let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
+    /// # let client = jobq::Client::connect(&url).await?;
+    /// # client.migrate().await?;
+    /// client.pause_kind("welcome_mail", None).await?;
+    /// // The name is that of the job function, unless it has `name = "…"`: `welcome::NAME` is it.
+    /// client.resume_kind("welcome_mail").await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn pause_kind(&self, kind: &str, reason: Option<&str>) -> Result<bool> {
+        self.pause(PauseScope::Kind, kind, reason).await
+    }
+
+    /// Ends the pause of a kind; false if it was not paused.
+    ///
+    /// Jobs that were not set aside are claimed from their old place, or sooner. Those that were join
+    /// the end of their queue, by priority and in the order of their ids: up to 10,000 before this
+    /// returns, the rest with the sweeps of the next seconds. A queue that is paused itself stays so.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadName`] for a name that no kind can have, and database errors.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the kind may be resumed; the sweep does what was left to do.
+    pub async fn resume_kind(&self, kind: &str) -> Result<bool> {
+        /// How many jobs one step moves, and how many steps are taken.
+        const STEP: u32 = 1_000;
+        const STEPS: usize = 10;
+
+        let resumed = self.resume(PauseScope::Kind, kind).await?;
+        // Where no worker is live none has to be told: a new one looks for what waits for its kinds.
+        let sessions = self.store.live_sessions().await?;
+        let mut queues: Vec<String> =
+            sessions.into_iter().flat_map(|session| session.queues).collect();
+        queues.sort_unstable();
+        queues.dedup();
+        let kinds = [kind.to_owned()];
+        for _ in 0..STEPS {
+            let moved = self.store.unpark(&queues, &kinds, STEP).await?;
+            if moved > 0 {
+                crate::wake::poke();
+            }
+            if moved < u64::from(STEP) {
+                break;
+            }
+        }
+        Ok(resumed)
+    }
+
+    /// What is paused, queues and kinds, by name.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn paused(&self) -> Result<Vec<Pause>> {
+        self.store.pauses().await
+    }
+
+    async fn pause(&self, scope: PauseScope, name: &str, reason: Option<&str>) -> Result<bool> {
+        const LONGEST_REASON: usize = 1_000;
+
+        check_pausable(scope, name)?;
+        let problem = match reason {
+            Some(reason) if reason.len() > LONGEST_REASON => "is longer than 1,000 bytes",
+            Some(reason) if reason.contains('\0') => "has a NUL character",
+            _ => return self.store.pause(scope, name, reason).await,
+        };
+        Err(Error::BadOption { option: "reason", problem: problem.to_owned() })
+    }
+
+    async fn resume(&self, scope: PauseScope, name: &str) -> Result<bool> {
+        check_pausable(scope, name)?;
+        let resumed = self.store.resume(scope, name).await?;
+        if resumed {
+            crate::wake::poke();
+        }
+        Ok(resumed)
+    }
+
     #[cfg(feature = "runtime")]
     pub(crate) fn store(&self) -> Arc<dyn Store> {
         Arc::clone(&self.store)
     }
+}
+
+fn check_pausable(scope: PauseScope, name: &str) -> Result<()> {
+    let what = match scope {
+        PauseScope::Queue => "queue",
+        PauseScope::Kind => "job",
+    };
+    Ok(check_name(what, name)?)
 }
 
 impl Sealed for &Client {}

@@ -91,7 +91,8 @@ pub(crate) mod sealed {
 /// # Cancel safety
 ///
 /// If the future is dropped, the jobs are written all or none. But in a transaction of yours, unique
-/// jobs, and on MySQL and MariaDB any, may be written in part: roll it back.
+/// jobs, and on MySQL and MariaDB any, may be written in part: roll it back. On those two close the
+/// connection: their driver may wait for ever for the reply to a dropped query.
 pub async fn enqueue_many(
     target: impl EnqueueTarget,
     jobs: impl IntoIterator<Item = NewJob>,

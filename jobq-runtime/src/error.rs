@@ -254,7 +254,7 @@ impl Error {
 }
 
 /// The database whose statement failed because jobq's tables, or their schema, are not there, or are
-/// from before a column was added; and the version that they have.
+/// from before a column was added; and the version that they have at most.
 fn missing(error: &sqlx::Error) -> Option<(jobq_migrations::Dialect, i64)> {
     use jobq_migrations::Dialect::{Mysql, Postgres, Sqlite};
 
@@ -269,8 +269,14 @@ fn missing(error: &sqlx::Error) -> Option<(jobq_migrations::Dialect, i64)> {
         "1" if says("no such column") || says("has no column") => (Sqlite, true),
         _ => return None,
     };
-    // Only the second step has added anything so far: columns, and this table.
-    Some((dialect, i64::from(is_column || says("uniques"))))
+    // At most the version before the step that makes what is missing.
+    let found = match () {
+        () if says("pauses") => 3,
+        () if ["key_grants", "job_key", "on_block"].into_iter().any(says) => 2,
+        () if is_column || says("uniques") => 1,
+        () => 0,
+    };
+    Some((dialect, found))
 }
 
 /// Whether a driver error says nothing about the statement itself.

@@ -9,6 +9,9 @@
 //! Near the present the worker therefore looks back a little: [`NEAR`] with every claim, which
 //! meets ordinary transactions, and [`FAR`] every now and then. What appears even later is found
 //! by the sweep: no mistake of a cursor can lose a job.
+//!
+//! What is paused is passed by too, knowingly: a worker remembers what was, and when it is resumed
+//! begins where the sweep has proved that nothing is left behind.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -16,7 +19,7 @@ use std::time::{Duration, Instant};
 use jobq_core::queue::{bands, bands_with_fronts, is_front};
 use jobq_core::time::Timestamp;
 
-use crate::store::{Claimed, Floor, QueueClaim, QueueFloor};
+use crate::store::{Claimed, Floor, Paused, QueueClaim, QueueFloor};
 
 /// How far every claim looks back from now.
 const NEAR: Duration = Duration::from_millis(20);
@@ -39,6 +42,8 @@ pub(crate) struct Floors {
     /// Up to when the last claim has seen everything, and when that was here.
     seen: Option<(Timestamp, Instant)>,
     next_far: Instant,
+    /// What was paused at the last claim, and so may be behind these places.
+    paused: Paused,
 }
 
 impl Floors {
@@ -46,7 +51,8 @@ impl Floors {
     pub(crate) fn new(proven: Vec<QueueFloor>, now: Instant) -> Self {
         let places =
             proven.into_iter().map(|floor| ((floor.queue, floor.band), floor.floor)).collect();
-        Self { places, fronts: HashMap::new(), seen: None, next_far: now }
+        let paused = Paused::default();
+        Self { places, fronts: HashMap::new(), seen: None, next_far: now, paused }
     }
 
     /// Where the next claim begins in each band of a queue.
@@ -90,14 +96,21 @@ impl Floors {
         self.next_far = now + FAR_EVERY.max(took * 20);
     }
 
-    /// Learns from what a claim brought.
-    pub(crate) fn advance(&mut self, asked: &[QueueClaim], claimed: &Claimed, now: Instant) {
+    /// Learns from what a claim brought. True if something was resumed since the claim before: what
+    /// was passed by of it is met from the proven floors, so [`restart`](Self::restart) there.
+    pub(crate) fn advance(
+        &mut self,
+        asked: &[QueueClaim],
+        claimed: &Claimed,
+        now: Instant,
+    ) -> bool {
         self.seen = Some((claimed.seen_to, now));
         for job in claimed.jobs.iter().filter(|job| is_front(job.band)) {
             self.expect_front(&job.queue, now);
         }
         let near = Floor { run_after: claimed.seen_to.minus(NEAR), id: 0 };
-        for queue in asked {
+        // A claim has not looked at a queue that is paused.
+        for queue in asked.iter().filter(|asked| !claimed.paused.queues.contains(&asked.queue)) {
             let mut brought = 0;
             for (band, _) in &queue.floors {
                 let last = claimed
@@ -121,6 +134,20 @@ impl Floors {
                 }
             }
         }
+        self.is_resumed(asked, &claimed.paused)
+    }
+
+    /// Notes what is paused now; whether something is not any more. Of queues that were not asked for
+    /// nothing is known.
+    fn is_resumed(&mut self, asked: &[QueueClaim], paused: &Paused) -> bool {
+        let before = std::mem::replace(&mut self.paused, paused.clone());
+        let (gone, unknown): (Vec<String>, Vec<String>) = before
+            .queues
+            .into_iter()
+            .filter(|queue| !paused.queues.contains(queue))
+            .partition(|queue| asked.iter().any(|asked| asked.queue == *queue));
+        self.paused.queues.extend(unknown);
+        !gone.is_empty() || before.kinds.iter().any(|kind| !paused.kinds.contains(kind))
     }
 
     /// Goes back to a place where something became claimable.
@@ -182,7 +209,11 @@ mod tests {
     fn step(floors: &mut Floors, limit: u32, now: i64, jobs: Vec<ClaimedJob>) {
         let at = Instant::now();
         let asked = [floors.claim("q", limit, false, at)];
-        floors.advance(&asked, &Claimed { seen_to: Timestamp(now), sessions_live: true, jobs }, at);
+        floors.advance(&asked, &claimed(now, Paused::default(), jobs), at);
+    }
+
+    fn claimed(now: i64, paused: Paused, jobs: Vec<ClaimedJob>) -> Claimed {
+        Claimed { seen_to: Timestamp(now), sessions_live: true, paused, jobs }
     }
 
     #[test]
@@ -228,6 +259,49 @@ mod tests {
         let claim = floors.claim("q", 5, false, Instant::now());
         let floor = claim.floors.iter().find(|(band, _)| *band == 0).expect("every band").1;
         assert!(floor < Floor { run_after: Timestamp(90 * SECOND), id: 0 });
+    }
+
+    #[test]
+    fn a_claim_that_did_not_look_at_a_paused_queue_leaves_its_floors_alone() {
+        let mut floors = Floors::new(Vec::new(), Instant::now());
+        step(&mut floors, 2, 100 * SECOND, vec![job(0, SECOND, 7), job(0, SECOND, 8)]);
+        let before = floors.place("q", 0);
+        let at = Instant::now();
+        let asked = [floors.claim("q", 2, false, at), floors.claim("other", 2, false, at)];
+        let paused = Paused { queues: vec!["q".to_owned()], kinds: Vec::new() };
+        assert!(!floors.advance(&asked, &claimed(200 * SECOND, paused, Vec::new()), at));
+        assert_eq!(floors.place("q", 0), before);
+        assert_eq!(floors.place("q", -1), Floor::START);
+        let near = Timestamp(200 * SECOND).minus(NEAR);
+        assert_eq!(floors.place("other", 0).run_after, near, "the other was looked through");
+    }
+
+    #[test]
+    fn only_what_is_resumed_makes_a_worker_look_for_what_it_passed_by() {
+        let mut floors = Floors::new(Vec::new(), Instant::now());
+        let paused = |queues: &[&str], kinds: &[&str]| {
+            let owned = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+            Paused { queues: owned(queues), kinds: owned(kinds) }
+        };
+        let mut then = |paused| {
+            let at = Instant::now();
+            let asked = [floors.claim("q", 1, false, at)];
+            floors.advance(&asked, &claimed(SECOND, paused, Vec::new()), at)
+        };
+        assert!(!then(paused(&[], &["k"])), "paused");
+        assert!(!then(paused(&["q"], &["k"])), "another too");
+        assert!(then(paused(&["q"], &[])), "one was resumed");
+        assert!(then(paused(&[], &["k"])), "one was resumed and one paused");
+        assert!(then(paused(&[], &[])));
+        assert!(!then(paused(&[], &[])), "once is enough");
+        assert!(!then(paused(&["q"], &[])));
+        let at = Instant::now();
+        let nothing = claimed(SECOND, Paused::default(), Vec::new());
+        assert!(!floors.advance(&[], &nothing, at), "it was not asked for");
+        assert!(floors.advance(&[floors.claim("q", 1, false, at)], &nothing, at), "now it was");
+        floors.advance(&[], &claimed(SECOND, paused(&[], &["k"]), Vec::new()), at);
+        floors.restart(Vec::new());
+        assert!(!floors.advance(&[], &nothing, at), "from there nothing was passed by");
     }
 
     #[test]

@@ -338,7 +338,8 @@ impl NewJob {
     /// # Cancel safety
     ///
     /// If the future is dropped the job is either written whole or not at all. But in a transaction of
-    /// yours, a unique job may be written without keeping its twins out: roll it back.
+    /// yours, a unique job may be written without keeping its twins out: roll it back. On MySQL and
+    /// MariaDB close the connection: its driver may wait for ever for the reply to a dropped query.
     pub async fn enqueue(self, target: impl EnqueueTarget) -> Result<Enqueued> {
         let enqueued = crate::enqueue::enqueue(target, vec![self]).await?;
         Ok(enqueued[0])

@@ -54,12 +54,13 @@ pub use handler::{
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
 pub use jobq_core::key::OnBlock;
+pub use jobq_core::pause::PauseScope;
 pub use jobq_core::unique::{OnConflict, Unique, UniqueScope};
 #[cfg(feature = "runtime")]
 pub use runtime::{DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime};
 pub use store::{
     AttemptInfo, BlockedKey, CancelReply, DEFAULT_RETENTION, DeadFilter, DeadJob, JobInfo, Lookup,
-    QueueCount, Schema,
+    Pause, QueueCount, Schema,
 };
 pub use tokio_util::sync::CancellationToken;
 

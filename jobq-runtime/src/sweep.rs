@@ -4,7 +4,7 @@
 //! of processes may do so at once, since each write is guarded by the lease it ends.
 //!
 //! The rest is a duty that one process at a time has: finding jobs that every worker able to run
-//! them has passed by, parking jobs of kinds nobody knows, pruning the history.
+//! them has passed by, parking jobs of kinds that nobody knows or that are paused, pruning the history.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use jobq_core::lifecycle;
+use jobq_core::pause::PauseScope;
 use jobq_core::queue::bands_with_fronts;
 use jobq_core::time::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -20,8 +21,8 @@ use tokio::time::sleep;
 use crate::error::Result;
 use crate::key;
 use crate::store::{
-    DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, QueueFloor, Settled, Settlement,
-    Shift, Store, UnleasedJob,
+    DEFAULT_RETENTION, Floor, HeldJob, Horizon, LiveSession, Pause, QueueFloor, Settled,
+    Settlement, Shift, Store, UnleasedJob,
 };
 use crate::unique::UniqueKey;
 use crate::worker::Worker;
@@ -330,7 +331,7 @@ pub(crate) struct Found {
 /// A job was passed by when a worker that knows its kind has its floor beyond it: it committed
 /// late, or a claim that had locked it was rolled back, or a floor was simply wrong. It is put
 /// first in line. A due job whose kind no worker of its queue knows is parked, so that claims need
-/// not read past it.
+/// not read past it; so is one whose kind is paused.
 pub(crate) async fn find_late(
     store: &dyn Store,
     notes: &mut Notes,
@@ -339,7 +340,9 @@ pub(crate) async fn find_late(
     begin_anew_if_due(store, notes, horizon).await?;
     prove(notes, horizon);
     let sessions = store.live_sessions().await?;
-    let reach = Reach::new(&sessions);
+    // Looked at later than the floors: what these have passed by because of a pause is known as such.
+    let pauses = store.pauses().await?;
+    let reach = Reach::new(&sessions, &pauses);
     let mut found = Found { unknown: HashSet::new(), whole: true };
     for queue in &reach.queues {
         for band in bands_with_fronts() {
@@ -361,8 +364,13 @@ pub(crate) async fn find_late(
             }
         }
     }
-    for session in &sessions {
-        let unpark = || store.unpark(&session.queues, &session.kinds, STEP);
+    // Most sessions of a fleet are alike, and each look may read all that is set aside.
+    let mut wanted: Vec<_> =
+        sessions.iter().map(|session| (&session.queues, &session.kinds)).collect();
+    wanted.sort_unstable();
+    wanted.dedup();
+    for (queues, kinds) in wanted {
+        let unpark = || store.unpark(queues, kinds, STEP);
         found.whole &= while_full(unpark).await?;
     }
     Ok(found)
@@ -413,7 +421,7 @@ async fn look_through(
     let mut clean_to = None;
     for step in 1.. {
         let found = store.unleased(queue, band, at, to, STEP).await?;
-        let (mut late, mut strangers): (Vec<UnleasedJob>, Vec<UnleasedJob>) = Default::default();
+        let (mut late, mut strangers, mut paused) = (Vec::new(), Vec::new(), Vec::new());
         for job in &found {
             let place = Floor { run_after: job.run_after, id: job.id.0 };
             at = place;
@@ -423,6 +431,7 @@ async fn look_through(
                     everything.unknown.insert(job.kind.clone());
                     strangers.push(job.clone());
                 }
+                Passed::ItIsPaused => paused.push(job.clone()),
                 // Somebody will come to it: the band is clean up to just before it.
                 Passed::No => {
                     let before = Floor { run_after: place.run_after, id: place.id - 1 };
@@ -431,14 +440,14 @@ async fn look_through(
             }
         }
         // In the express band a late job is as far ahead as it can be; moving it makes it claimable.
-        let moved = if late.is_empty() { 0 } else { store.shift(&late, Shift::Hurry).await? };
+        let moved = shift(store, &late, Shift::Hurry).await?;
         if moved > 0 {
             tracing::info!(queue, band, jobs = moved, "found jobs that had been passed by");
             crate::wake::poke();
         }
-        let parked =
-            if strangers.is_empty() { 0 } else { store.shift(&strangers, Shift::Park).await? };
-        if moved + parked < (late.len() + strangers.len()) as u64 {
+        let parked = shift(store, &strangers, Shift::Park).await?
+            + shift(store, &paused, Shift::Pause).await?;
+        if moved + parked < (late.len() + strangers.len() + paused.len()) as u64 {
             // Claimed, cancelled or locked meanwhile: look again from here next time.
             clean_to = clean_to.or(Some(from));
         }
@@ -454,9 +463,14 @@ async fn look_through(
     Ok(clean_to.unwrap_or(to))
 }
 
-/// How far the live workers have claimed, and what they know.
+async fn shift(store: &dyn Store, jobs: &[UnleasedJob], shift: Shift) -> Result<u64> {
+    if jobs.is_empty() { Ok(0) } else { store.shift(jobs, shift).await }
+}
+
+/// How far the live workers have claimed, what they know, and what keeps them from it.
 struct Reach<'s> {
     sessions: &'s [LiveSession],
+    paused_kinds: HashSet<&'s str>,
     queues: Vec<&'s str>,
     floors: HashMap<(usize, &'s str, i16), Floor>,
 }
@@ -465,10 +479,16 @@ enum Passed {
     Yes,
     No,
     NobodyKnowsIt,
+    ItIsPaused,
 }
 
 impl<'s> Reach<'s> {
-    fn new(sessions: &'s [LiveSession]) -> Self {
+    fn new(sessions: &'s [LiveSession], pauses: &'s [Pause]) -> Self {
+        let paused_kinds = pauses
+            .iter()
+            .filter(|pause| pause.scope == PauseScope::Kind)
+            .map(|pause| pause.name.as_str())
+            .collect();
         let mut queues: Vec<&str> =
             sessions.iter().flat_map(|session| session.queues.iter().map(String::as_str)).collect();
         queues.sort_unstable();
@@ -479,7 +499,7 @@ impl<'s> Reach<'s> {
                 floors.insert((index, floor.queue.as_str(), floor.band), floor.floor);
             }
         }
-        Self { sessions, queues, floors }
+        Self { sessions, paused_kinds, queues, floors }
     }
 
     /// The farthest floor of any worker in a band.
@@ -491,6 +511,9 @@ impl<'s> Reach<'s> {
 
     /// Whether a worker that could have run this job has passed it by.
     fn passed(&self, queue: &str, band: i16, kind: &str, place: Floor) -> Passed {
+        if self.paused_kinds.contains(kind) {
+            return Passed::ItIsPaused;
+        }
         let mut known = false;
         for (index, session) in self.sessions.iter().enumerate() {
             let serves = session.queues.iter().any(|served| served == queue);

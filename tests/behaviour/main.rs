@@ -2,5 +2,6 @@
 
 mod bed;
 mod control;
+mod pause;
 mod running;
 mod start;

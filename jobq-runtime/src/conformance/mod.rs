@@ -21,6 +21,7 @@ mod look;
 mod mysql_plans;
 #[cfg(feature = "mysql")]
 mod mysql_servers;
+mod pause;
 mod payloads;
 #[cfg(feature = "postgres")]
 mod plans;
@@ -254,6 +255,23 @@ on_every_database! {
         r5_a_kind_that_only_another_queues_worker_knows_is_parked
         r5_a_kind_whose_workers_have_not_come_there_yet_is_left_alone
         r5_unparking_is_bounded;
+    pause:
+        o6_a_claim_after_a_pause_leases_nothing_of_it_on_any_worker
+        o6_a_kind_is_paused_in_every_queue_and_a_queue_for_every_kind
+        o6_a_kind_that_nobody_knows_is_not_woken_while_it_is_paused
+        o6_a_name_or_reason_that_cannot_be_is_a_typed_error
+        o6_a_pause_is_kept_and_shown_until_it_is_ended
+        o6_a_pause_is_of_the_name_that_is_stored
+        o6_a_paused_queue_is_claimed_in_order_once_it_is_resumed
+        o6_a_worker_that_passed_by_a_paused_kind_comes_back_for_it
+        o6_everything_but_claims_goes_on_while_all_is_paused
+        o6_jobs_of_a_paused_kind_are_set_aside_and_say_so
+        o6_many_jobs_of_a_paused_kind_cost_the_claims_of_others_nothing
+        o6_no_pause_is_overlooked_by_claims_at_the_same_time
+        o6_resuming_one_of_two_pauses_leaves_the_other
+        o6_what_is_paused_is_not_what_comes_next
+        o6_what_was_set_aside_too_late_is_found
+        o6_a_paused_job_keeps_its_place_among_those_with_its_key;
     proof:
         d2_a_pruned_jobs_attempts_are_pruned_with_it
         d2_one_of_many_has_a_duty_and_keeps_it
@@ -421,7 +439,8 @@ on_postgres_only! {
         d4_every_statement_touches_only_its_rows
         d4_operations_first_done_on_empty_tables_stay_cheap
         f1_a_claim_does_not_read_what_is_before_its_floor
-        f1_a_claim_reads_only_the_rows_that_it_takes;
+        f1_a_claim_reads_only_the_rows_that_it_takes
+        o6_a_claim_reads_nothing_of_a_paused_queue;
 }
 
 on_sqlite_only! {

@@ -43,6 +43,7 @@ async fn believed_empty(bed: &Bed) {
         "closed_sessions",
         "uniques",
         "key_grants",
+        "pauses",
     ] {
         bed.execute(&format!("alter table jobq.{table} set (autovacuum_enabled = off)")).await;
         bed.execute(&format!("alter table jobq.{table} set unlogged")).await;
@@ -145,6 +146,41 @@ pub(super) async fn f1_a_claim_does_not_read_what_is_before_its_floor(bed: Bed) 
     plan.assert_reads_at_most("a claim from a floor", &[("jobs", CLAIM_ROWS)], CLAIM_PAGES);
 }
 
+/// Each claim asks for what is paused once; of a paused queue it reads nothing.
+pub(super) async fn o6_a_claim_reads_nothing_of_a_paused_queue(bed: Bed) {
+    believed_empty(&bed).await;
+    let mut server = Server::connect(&bed).await;
+    server.prepare(CLAIM_STATEMENT).await;
+    server.prepare(statement("next_due", "text[], int2[], text[]", NEXT_DUE)).await;
+    let claim = claim_of("default", "'-infinity'", 0);
+    let bands: Vec<i16> = jobq_core::queue::bands().collect();
+    let next_due = format!("array['default'], array{bands:?}::int2[], array['k']");
+    let plan = server.explain("claim", &claim).await;
+    plan.assert_reads_at_most("with no pauses a claim", &[("jobs", 0.0), ("pauses", 0.0)], 100.0);
+    server.explain("next_due", &next_due).await;
+
+    fill(&bed, "default", 200_000, "-").await;
+    fill(&bed, "default", 200_000, "+").await;
+    bed.execute(
+        "insert into jobq.pauses (scope, name)
+         select scope, 'other_' || n
+         from generate_series(1, 500) as n, unnest(array['kind', 'queue']) as scope",
+    )
+    .await;
+    let plan = server.explain("claim", &claim).await;
+    let rows = [("jobs", 400.0 + CLAIM_ROWS), ("pauses", 1_000.0)];
+    plan.assert_reads_at_most("beside other pauses a claim", &rows, CLAIM_PAGES);
+    assert!((plan.rows_given() - 100.0).abs() < 0.5);
+
+    bed.execute("insert into jobq.pauses (scope, name) values ('queue', 'default')").await;
+    // Of the pauses, some pages more than once: by their index.
+    let (rows, pages) = ([("jobs", 0.0), ("pauses", 1_001.0)], 250.0);
+    let plan = server.explain("claim", &claim).await;
+    plan.assert_reads_at_most("of a paused queue a claim", &rows, pages);
+    let plan = server.explain("next_due", &next_due).await;
+    plan.assert_reads_at_most("of a paused queue a look ahead", &rows, pages);
+}
+
 /// Ids of jobs that session 1 runs, as an array, and their number.
 fn ids(from: i64) -> String {
     let ids: Vec<i64> = (from..from + 50).collect();
@@ -171,7 +207,7 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
         statement("look_at_crashed", IDS, LOOK_AT_CRASHED),
         statement("next_due", "text[], int2[], text[]", NEXT_DUE),
         statement("unleased", "text, int2, timestamptz, int8, timestamptz, int8, int8", UNLEASED),
-        statement("shift", "int8[], int8[], bool", SHIFT),
+        statement("shift", "int8[], int8[], text", SHIFT),
         statement("unpark", "text[], text[], int8", UNPARK),
         statement("prune", "int8", PRUNE),
         statement("revive", IDS, REVIVE_DEAD),
@@ -201,7 +237,7 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
     }
     assert_each_reads_little("on empty tables", &mut planned_on_empty, 1_000_000_000).await;
 
-    // 1 to 1,000 run; then come 200,000 that are pending, 20 that are parked, and the history.
+    // 1 to 1,000 run; then come 200,000 that are pending, some that are parked, and the history.
     bed.execute(
         "insert into jobq.jobs (kind, token, attempt, leased_by)
          select 'k', 1, 1, 1 from generate_series(1, 1000)",
@@ -214,6 +250,13 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
          select 'k', 'infinity', 'kind' from generate_series(1, 60)",
     )
     .await;
+    // Of a paused kind as many as there may be.
+    bed.execute(
+        "insert into jobq.jobs (kind, run_after, wait_reason)
+         select 'slow', 'infinity', 'paused' from generate_series(1, 50000)",
+    )
+    .await;
+    bed.execute("insert into jobq.pauses (scope, name) values ('kind', 'slow')").await;
     bed.execute(
         "insert into jobq.finished (id, token, state, created_at, expires_at, attempt, max_attempts,
              interruptions, crashes, max_crashes, priority, queue, kind, payload)
@@ -354,11 +397,16 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         ("unleased", format!("'default', 2, {far}"), &[("jobs", 50.0)], 200.0),
         (
             "shift",
-            format!("{}, {}, false", ids(first + 1_050), fifty("0", "int8")),
+            format!("{}, {}, null", ids(first + 1_050), fifty("0", "int8")),
             settle_rows,
             2_500.0,
         ),
-        ("unpark", "array['default'], array['k'], 20".to_owned(), &[("jobs", 120.0)], 1_000.0),
+        (
+            "unpark",
+            "array['default'], array['slow', 'k'], 20".to_owned(),
+            &[("jobs", 120.0)],
+            1_000.0,
+        ),
         ("prune", "50".to_owned(), &[("finished", 100.0), ("attempts", 50.0)], 2_500.0),
         ("revive", ids(3_000_000 + first), &[("dead", 100.0), ("jobs", 50.0)], 2_500.0),
         (

@@ -133,6 +133,8 @@ pub(super) async fn d1_older_tables_are_upgraded_with_all_that_is_in_them(bed: B
     };
     is_told(client.check().await.expect_err("too old"));
     is_told(plain().enqueue(&client).await.expect_err("too old"));
+    let error = client.pause_queue("default", None).await.expect_err("too old");
+    assert!(matches!(error, Error::Schema { found: 3, .. }), "it has no such table: {error:?}");
     if bed.is_mysql() {
         // Every statement commits by itself: a step that broke off before its end is begun anew.
         for step in later {
@@ -149,6 +151,7 @@ pub(super) async fn d1_older_tables_are_upgraded_with_all_that_is_in_them(bed: B
     assert!(first.is_new());
     let second = plain().unique(Unique::DEFAULT).enqueue(&client).await.expect("enqueues");
     assert_eq!(second.id(), first.id());
+    assert!(client.pause_queue("default", None).await.expect("pauses"));
 }
 
 pub(super) async fn d1_tables_made_by_hand_are_those_that_migrate_makes(bed: Bed) {

@@ -662,9 +662,10 @@ pub(super) async fn e5_half_an_enqueue_keeps_nobody_out(bed: Bed) {
     for steps in 0_usize.. {
         let n = i64::try_from(steps).unwrap_or_default();
         let stopped = on_pool!(bed, pool => {
-            let mut tx = pool.begin_with(bed.begin()).await.expect("begins");
+            let mut mine = pool.acquire().await.expect("connects").detach();
+            mine.execute("begin").await.expect("begins");
             let mut step = 0;
-            let mut call = Box::pin(forever(n).enqueue(bed.client.within(&mut tx)));
+            let mut call = Box::pin(forever(n).enqueue(bed.client.within(&mut mine)));
             let stopped = std::future::poll_fn(|context| {
                 step += 1;
                 match call.as_mut().poll(context) {
@@ -675,7 +676,10 @@ pub(super) async fn e5_half_an_enqueue_keeps_nobody_out(bed: Bed) {
             })
             .await;
             drop(call);
-            tx.commit().await.expect("commits");
+            // The MySQL driver may have lost its place in the server's replies, and wait for one that
+            // does not come. Then the connection is closed: committed or not.
+            let committed = tokio::time::timeout(Duration::from_secs(5), mine.execute("commit")).await;
+            assert!(committed.is_ok_and(|done| done.is_ok()) || (stopped && bed.is_mysql()));
             stopped
         });
         let jobs = bed.count("jobs").await;

@@ -11,6 +11,7 @@ use jobq_core::job::{JobId, JobState, Lease, SessionId, Token};
 use jobq_core::key::OnBlock;
 use jobq_core::lifecycle::{Counters, Limits, Transition};
 use jobq_core::outcome::DeathReason;
+use jobq_core::pause::PauseScope;
 use jobq_core::time::Timestamp;
 
 use crate::enqueue::Enqueued;
@@ -154,8 +155,9 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     /// Moves due jobs from pending to running and leases them to the caller's sessions.
     ///
-    /// No two callers are given the same job. Each claim raises the job's token. Of jobs with one key
-    /// only the one that has the grant may run; see [`Turn`].
+    /// No two callers are given the same job. Each claim raises the job's token. None is of a queue
+    /// or kind whose pause was there when the claim began; the reply says which were. Of jobs with one
+    /// key only the one that has the grant may run; see [`Turn`].
     fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>>;
 
     /// Decides who has the grants of keys, and makes those who wait for theirs claimable; returns how
@@ -165,7 +167,8 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// run, or that the others must wait for.
     fn pass_on<'a>(&'a self, keys: &'a [String]) -> BoxFuture<'a, Result<u64>>;
 
-    /// How long until the next pending job of these queues and kinds that is not due yet is due.
+    /// How long until the next pending job of these queues and kinds that is not due yet is due;
+    /// what is paused does not count.
     fn next_due<'a>(
         &'a self,
         queues: &'a [String],
@@ -246,8 +249,8 @@ pub(crate) trait Store: Send + Sync + 'static {
     /// Puts pending jobs first in line, or parks them; those claimed meanwhile are left alone.
     fn shift<'a>(&'a self, jobs: &'a [UnleasedJob], shift: Shift) -> BoxFuture<'a, Result<u64>>;
 
-    /// Makes jobs of these queues that were parked for their kind claimable, if it is one of these;
-    /// up to `limit`.
+    /// Makes jobs of these queues that were parked for their kind claimable, if it is one of these
+    /// and not paused; up to `limit`.
     fn unpark<'a>(
         &'a self,
         queues: &'a [String],
@@ -273,6 +276,23 @@ pub(crate) trait Store: Send + Sync + 'static {
         after: Option<&'a str>,
         limit: u32,
     ) -> BoxFuture<'a, Result<StaleGrants>>;
+
+    // ---- pause ------------------------------------------------------------------------------
+
+    /// Keeps every claim that begins from now on from a queue or kind. False if it was paused
+    /// already; then nothing changes.
+    fn pause<'a>(
+        &'a self,
+        scope: PauseScope,
+        name: &'a str,
+        reason: Option<&'a str>,
+    ) -> BoxFuture<'a, Result<bool>>;
+
+    /// Ends a pause. False if there was none.
+    fn resume<'a>(&'a self, scope: PauseScope, name: &'a str) -> BoxFuture<'a, Result<bool>>;
+
+    /// Everything that is paused, by scope and name.
+    fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>>;
 
     // ---- seeing and mending -----------------------------------------------------------------
 
@@ -453,8 +473,17 @@ pub(crate) struct Claimed {
     pub(crate) seen_to: Timestamp,
     /// False when one of the sessions is closed or expired; then there are no jobs.
     pub(crate) sessions_live: bool,
+    /// What it did not look at.
+    pub(crate) paused: Paused,
     /// The jobs, in claim order within each queue.
     pub(crate) jobs: Vec<ClaimedJob>,
+}
+
+/// What of a claim's queues and kinds is paused.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Paused {
+    pub(crate) queues: Vec<String>,
+    pub(crate) kinds: Vec<String>,
 }
 
 /// A job that was claimed.
@@ -596,6 +625,33 @@ pub(crate) enum Shift {
     Hurry,
     /// Waiting: no live session knows its kind.
     Park,
+    /// Waiting: its kind is paused.
+    Pause,
+}
+
+impl Shift {
+    /// What the job waits for then.
+    pub(crate) fn wait_reason(self) -> Option<&'static str> {
+        match self {
+            Self::Hurry => None,
+            Self::Park => Some("kind"),
+            Self::Pause => Some("paused"),
+        }
+    }
+}
+
+/// A queue or kind that is paused.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Pause {
+    /// Whether it is a queue or a kind.
+    pub scope: PauseScope,
+    /// Its name.
+    pub name: String,
+    /// When it was paused, on the database's clock.
+    pub since: Timestamp,
+    /// Why, as whoever paused it has said.
+    pub reason: Option<String>,
 }
 
 /// What is known of a job that was looked up.
@@ -883,6 +939,19 @@ pub(crate) fn job_key(text: Option<String>, on_block: Option<&str>) -> Option<Jo
     let on_block =
         if on_block == Some(OnBlock::Skip.as_str()) { OnBlock::Skip } else { OnBlock::Block };
     text.map(|text| JobKey { text, on_block })
+}
+
+/// A pause as it is stored: its scope's word, its name, since when in microseconds, and why.
+pub(crate) type StoredPause = (String, String, i64, Option<String>);
+
+/// Pauses as they were stored.
+pub(crate) fn read_pauses(stored: Vec<StoredPause>) -> Result<Vec<Pause>> {
+    stored
+        .into_iter()
+        .map(|(scope, name, since, reason)| {
+            Ok(Pause { scope: scope.parse()?, name, since: Timestamp(since), reason })
+        })
+        .collect()
 }
 
 /// Tags as they are stored: a JSON array, or nothing.

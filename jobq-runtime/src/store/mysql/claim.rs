@@ -12,10 +12,11 @@ use sqlx::Row;
 use sqlx::mysql::{MySqlConnection, MySqlRow};
 
 use super::due::{DUE, Key, LOCK_JOBS, Range, band_has_any, jobs_by_id};
+use super::pause::{PAUSED, is_pause, read_paused};
 use super::{
-    Beat, BeatReply, CHECK_FAILED, Claim, Claimed, Floor, LIST, MysqlStore, NewSession, Schema,
-    again, check, count, execute, get, is_set, json, keys, killed, list, literal, literals, number,
-    rows,
+    Beat, BeatReply, CHECK_FAILED, Claim, Claimed, Floor, LIST, MysqlStore, NewSession, Paused,
+    Schema, again, check, count, execute, get, is_set, json, keys, killed, list, literal, literals,
+    number, rows,
 };
 use crate::key::JobKey;
 use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
@@ -58,15 +59,18 @@ impl MysqlStore {
         queues: &[String],
         kinds: &[String],
     ) -> sqlx::Result<Option<Duration>> {
+        let paused = self.paused().await?;
+        let queues: Vec<String> =
+            queues.iter().filter(|queue| !paused.queues.contains(queue)).cloned().collect();
         let bands = queues
             .iter()
             .flat_map(|queue| jobq_core::queue::bands().map(move |band| (queue.clone(), band)));
         let now = self.meet(bands).await?;
-        let bands = self.met.of(queues);
+        let bands = self.met.of(&queues);
         if bands.is_empty() {
             return Ok(None);
         }
-        let rows = self.rows(&next_due_statement(&bands, now, kinds)).await?;
+        let rows = self.rows(&next_due_statement(&bands, now, kinds, &paused.kinds)).await?;
         let wait: Option<i64> = rows.first().map(|row| get(row, "wait")).transpose()?.flatten();
         Ok(wait.map(|wait| Duration::from_micros(wait.max(0).unsigned_abs())))
     }
@@ -132,9 +136,20 @@ pub(super) fn close_statement(session: i64, fits: &str) -> String {
 }
 
 /// The earliest time at which a job of these kinds is due in one of the bands. Where many others come
-/// before, it is a time before that: then one looks again.
-pub(crate) fn next_due_statement(bands: &[(String, i16)], now: i64, kinds: &[String]) -> String {
+/// before, it is a time before that: then one looks again. Paused kinds are none of those: they are
+/// read past.
+pub(crate) fn next_due_statement(
+    bands: &[(String, i16)],
+    now: i64,
+    kinds: &[String],
+    paused: &[String],
+) -> String {
     const PAGE: u32 = 20;
+    let mut and = "run_after < 9223372036854775807".to_owned();
+    if !paused.is_empty() {
+        let paused = literals(paused.iter().map(String::as_str));
+        write!(and, " and kind not in ({paused})").expect("text grows");
+    }
     let kinds = literals(kinds.iter().map(String::as_str));
     let fits = format!("leased_by = 0 and kind in ({kinds})");
     let bands: Vec<String> = bands
@@ -144,7 +159,7 @@ pub(crate) fn next_due_statement(bands: &[(String, i16)], now: i64, kinds: &[Str
                 queue: queue.clone(),
                 band: *band,
                 from: Floor { run_after: Timestamp(now), id: 0 },
-                and: "run_after < 9223372036854775807".to_owned(),
+                and: and.clone(),
             };
             let page = range.page("", &fits, PAGE);
             format!(
@@ -197,6 +212,13 @@ impl Wanted {
         }
     }
 
+    /// What of it is paused, of all that is.
+    fn paused(&self, mut all: Paused) -> Paused {
+        all.queues.retain(|queue| self.places.iter().any(|place| place.range.queue == *queue));
+        all.kinds.retain(|kind| self.by_kind.contains_key(kind));
+        all
+    }
+
     /// Counts the sessions that are live.
     fn live_statement(&self) -> String {
         let sessions = list(self.sessions.iter().copied());
@@ -206,12 +228,11 @@ impl Wanted {
         )
     }
 
-    /// Reads the keys of a place that are due, a few more than are wanted: some are leased.
-    pub(crate) fn page_statement(&self, n: usize, from: Floor) -> String {
-        let place = &self.places[n];
-        let range = Range { from, ..place.range.clone() };
+    /// Reads so many keys of a place that are due.
+    pub(crate) fn page_statement(&self, n: usize, from: Floor, keys: u32) -> String {
+        let range = Range { from, ..self.places[n].range.clone() };
         let fits = format!("leased_by = 0 and kind in ({})", self.kinds);
-        range.page(&format!("{n} as place, "), &fits, place.page_size())
+        range.page(&format!("{n} as place, kind, "), &fits, keys)
     }
 
     /// Locks jobs of a place that are still to be claimed, in the order of their ids here and up to a
@@ -241,10 +262,18 @@ impl Wanted {
 }
 
 impl Place {
-    fn page_size(&self) -> u32 {
+    /// How many keys are read first: a few more than jobs are wanted, for some are leased.
+    pub(crate) fn first_page(&self) -> u32 {
         /// Jobs that others have claimed since.
         const LEASED: u32 = 30;
         self.limit.saturating_add(LEASED)
+    }
+
+    /// How many are read after a page of so many in which there was not enough: more each time, for
+    /// there may be a hundred thousand that are paused.
+    fn next_page(&self, keys: u32) -> u32 {
+        const LARGEST: u32 = 2_000;
+        keys.saturating_mul(2).min(LARGEST).max(self.first_page())
     }
 
     fn band(&self) -> (String, i16) {
@@ -264,7 +293,12 @@ pub(super) async fn claim_on(
     met: &Met,
 ) -> sqlx::Result<Claimed> {
     let look = look(connection, schema, wanted, met).await?;
-    let mut claimed = Claimed { seen_to: look.now, sessions_live: look.live, jobs: Vec::new() };
+    let mut claimed = Claimed {
+        seen_to: look.now,
+        sessions_live: look.live,
+        paused: look.paused,
+        jobs: Vec::new(),
+    };
     if !look.live || look.pages.is_empty() {
         return Ok(claimed);
     }
@@ -274,6 +308,7 @@ pub(super) async fn claim_on(
         let place = &wanted.places[n];
         let taken = taken.entry(place.range.queue.as_str()).or_default();
         let mut jobs = Vec::new();
+        let mut keys = place.first_page();
         loop {
             let left = (place.limit as usize).saturating_sub(*taken + jobs.len());
             let free: Vec<i64> = page.iter().filter(|key| key.fits).map(|key| key.id).collect();
@@ -289,14 +324,20 @@ pub(super) async fn claim_on(
                     }
                 }
             }
-            let (true, Some(last)) = (page.len() >= place.page_size() as usize, page.last()) else {
+            let (true, Some(last)) = (page.len() >= keys as usize, page.last()) else {
                 break;
             };
             if *taken + jobs.len() >= place.limit as usize {
                 break;
             }
-            let next = wanted.page_statement(n, last.floor());
-            page = read_page(&rows(connection, schema, &next).await?)?;
+            keys = place.next_page(keys);
+            let next = wanted.page_statement(n, last.floor(), keys);
+            let found = rows(connection, schema, &next).await?;
+            page = found
+                .iter()
+                .map(|row| read_key(row, &claimed.paused))
+                .collect::<sqlx::Result<Vec<Key>>>()?;
+            page.sort_by_key(Key::floor);
         }
         *taken += jobs.len();
         jobs.sort_by_key(|job| (job.run_after, job.lease.job));
@@ -317,6 +358,8 @@ struct Look {
     now: Timestamp,
     /// Whether all sessions are.
     live: bool,
+    /// What is paused; the pages have nothing of that.
+    paused: Paused,
     /// The first keys of each place that has something to claim, in the order of the places.
     pages: BTreeMap<usize, Vec<Key>>,
 }
@@ -330,7 +373,8 @@ async fn look(
     loop {
         let (known, unknown): (Vec<usize>, Vec<usize>) =
             (0..wanted.places.len()).partition(|n| met.contains(&wanted.places[*n].band()));
-        let found = rows(connection, schema, &look_statement(wanted, &known, &unknown)).await?;
+        let text = format!("{}; {PAUSED}", look_statement(wanted, &known, &unknown));
+        let found = rows(connection, schema, &text).await?;
         let (head, keys) = found.split_first().ok_or(sqlx::Error::RowNotFound)?;
         let mut unread = false;
         for (column, n) in unknown.iter().enumerate() {
@@ -342,29 +386,36 @@ async fn look(
         if unread {
             continue;
         }
+        let (pauses, keys): (Vec<_>, Vec<_>) = keys.iter().partition(|row| is_pause(row));
+        let paused = wanted.paused(read_paused(pauses)?);
         let mut pages: BTreeMap<usize, Vec<Key>> = BTreeMap::new();
         for row in keys {
             let place: i64 = get(row, "place")?;
-            pages.entry(place as usize).or_default().push(Key::read(row)?);
+            pages.entry(place as usize).or_default().push(read_key(row, &paused)?);
         }
         for page in pages.values_mut() {
             page.sort_by_key(Key::floor);
         }
         pages.retain(|n, page| {
-            page.iter().any(|key| key.fits) || page.len() >= wanted.places[*n].page_size() as usize
+            let place = &wanted.places[*n];
+            let has_more = page.len() >= place.first_page() as usize;
+            !paused.queues.contains(&place.range.queue)
+                && (has_more || page.iter().any(|key| key.fits))
         });
         return Ok(Look {
             now: Timestamp(get(head, "now")?),
             live: get::<i64>(head, "live")? == wanted.sessions.len() as i64,
+            paused,
             pages,
         });
     }
 }
 
-fn read_page(rows: &[MySqlRow]) -> sqlx::Result<Vec<Key>> {
-    let mut page = rows.iter().map(Key::read).collect::<sqlx::Result<Vec<Key>>>()?;
-    page.sort_by_key(Key::floor);
-    Ok(page)
+/// A key that a claim may take, unless its kind is paused.
+fn read_key(row: &MySqlRow, paused: &Paused) -> sqlx::Result<Key> {
+    let mut key = Key::read(row)?;
+    key.fits &= paused.kinds.is_empty() || !paused.kinds.contains(&get(row, "kind")?);
+    Ok(key)
 }
 
 /// The time, how many sessions live, and for each unknown place whether it has any jobs; then the
@@ -377,7 +428,10 @@ pub(crate) fn look_statement(wanted: &Wanted, known: &[usize], unknown: &[usize]
     }
     let pages: Vec<String> = known
         .iter()
-        .map(|n| format!("({})", wanted.page_statement(*n, wanted.places[*n].range.from)))
+        .map(|n| {
+            let place = &wanted.places[*n];
+            format!("({})", wanted.page_statement(*n, place.range.from, place.first_page()))
+        })
         .collect();
     if !pages.is_empty() {
         write!(text, "; {}", pages.join(" union all ")).expect("text grows");

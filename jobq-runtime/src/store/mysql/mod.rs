@@ -18,6 +18,7 @@ mod due;
 mod insert;
 mod keys;
 mod look;
+mod pause;
 mod settle;
 mod setup;
 mod sweep;
@@ -28,6 +29,7 @@ use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
+use jobq_core::pause::PauseScope;
 use jobq_core::time::Timestamp;
 use jobq_migrations::{MYSQL_INSERT_NOW, MYSQL_NOW};
 use sqlx::mysql::{
@@ -38,8 +40,9 @@ use sqlx::{AssertSqlSafe, Connection, Decode, Executor, Row, SqlSafeStr, SqlStr,
 
 use super::{
     AttemptInfo, Beat, BeatReply, BlockedKey, CancelReply, Claim, Claimed, DeadFilter, DeadJob,
-    Floor, HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount,
-    Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob,
+    Floor, HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pause, Paused, Pulse,
+    QueueCount, Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob,
+    read_pauses,
 };
 use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
@@ -569,6 +572,23 @@ impl Store for MysqlStore {
         Box::pin(within("unblock a key", self.unblock_key(key)))
     }
 
+    fn pause<'a>(
+        &'a self,
+        scope: PauseScope,
+        name: &'a str,
+        reason: Option<&'a str>,
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("pause", self.pause(scope, name, reason)))
+    }
+
+    fn resume<'a>(&'a self, scope: PauseScope, name: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("resume", self.resume(scope, name)))
+    }
+
+    fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>> {
+        Box::pin(async move { read_pauses(within("list pauses", self.pauses()).await?) })
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -628,6 +648,7 @@ pub(crate) mod statements {
         take_grants_statement,
     };
     pub(crate) use super::look::redrivable_statement;
+    pub(crate) use super::pause::PAUSED;
     pub(crate) use super::settle::{finish_statement, forget_statement, held_statement};
     pub(crate) use super::sweep::{expired_statement, parked_statement, unleased_statement};
     pub(crate) use super::unique::{

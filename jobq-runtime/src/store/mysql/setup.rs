@@ -20,7 +20,7 @@ const OLDEST_MARIADB: [u32; 3] = [10, 6, 0];
 const PACKET: u64 = 8 * 1024 * 1024;
 
 /// Every table that the runtime reads and writes.
-const TABLES: [&str; 8] = [
+const TABLES: [&str; 9] = [
     "jobq_jobs",
     "jobq_sessions",
     "jobq_closed_sessions",
@@ -29,6 +29,7 @@ const TABLES: [&str; 8] = [
     "jobq_dead",
     "jobq_duties",
     "jobq_uniques",
+    "jobq_pauses",
 ];
 
 impl MysqlStore {

@@ -13,7 +13,8 @@ use super::due::{DUE, Key, LOCK_JOBS, Range, jobs_by_id};
 use super::settle::forget_statement;
 use super::{
     Checkout, Floor, HeldJob, Horizon, LIST, LiveSession, MysqlStore, Result, Shift, UnleasedJob,
-    again, execute, get, is_set, list, literal, literals, number, rows, within, written,
+    again, execute, get, is_set, list, literal, literal_or_null, literals, number, rows, within,
+    written,
 };
 
 /// How many jobs one statement looks through.
@@ -24,6 +25,9 @@ const NO_TRANSACTION: i64 = 1 << 48;
 
 /// How often the list of transactions is asked for; see [`MysqlStore::horizon`].
 const HORIZON_TRIES: u32 = 10;
+
+/// A job that waits for its kind: for somebody to know it, or for it to be resumed.
+const IS_PARKED: &str = "wait_reason in ('kind', 'paused')";
 
 /// A lease that is over, or of a clock that has stepped back since.
 const EXPIRED: &str = "leased_until not between now_us() and now_us() + lease + 10000000";
@@ -325,14 +329,15 @@ impl MysqlStore {
 
     pub(super) async fn shift(&self, jobs: &[UnleasedJob], shift: Shift) -> sqlx::Result<u64> {
         let set = match shift {
-            Shift::Hurry => "band = 32767, run_after = now_us(), wait_reason = null",
-            Shift::Park => "band = priority, run_after = 9223372036854775807, wait_reason = 'kind'",
+            Shift::Hurry => "band = 32767, run_after = now_us()",
+            Shift::Park | Shift::Pause => "band = priority, run_after = 9223372036854775807",
         };
+        let set = format!("{set}, wait_reason = {}", literal_or_null(shift.wait_reason()));
         let mut sorted: Vec<(i64, i64)> = jobs.iter().map(|job| (job.id.0, job.token.0)).collect();
         sorted.sort_unstable();
         let mut moved = 0;
         for jobs in sorted.chunks(LIST) {
-            moved += again(|| self.move_jobs(jobs, "run_after <= now_us()", set)).await?;
+            moved += again(|| self.move_jobs(jobs, "run_after <= now_us()", &set)).await?;
         }
         Ok(moved)
     }
@@ -343,11 +348,14 @@ impl MysqlStore {
         kinds: &[String],
         limit: u32,
     ) -> sqlx::Result<u64> {
+        let paused = self.paused().await?.kinds;
+        let kinds: Vec<String> =
+            kinds.iter().filter(|kind| !paused.contains(kind)).cloned().collect();
         if queues.is_empty() || kinds.is_empty() {
             return Ok(0);
         }
         let mut moved = 0;
-        let rows = self.rows(&parked_statement(queues, kinds, limit)).await?;
+        let rows = self.rows(&parked_statement(queues, &kinds, limit)).await?;
         let mut parked: Vec<(i64, i64)> = rows
             .iter()
             .map(|row| Ok((get(row, "id")?, get(row, "token")?)))
@@ -355,7 +363,7 @@ impl MysqlStore {
         parked.sort_unstable();
         let set = "band = priority, run_after = now_us(), wait_reason = null";
         for jobs in parked.chunks(LIST) {
-            moved += again(|| self.move_jobs(jobs, "wait_reason = 'kind'", set)).await?;
+            moved += again(|| self.move_jobs(jobs, IS_PARKED, set)).await?;
         }
         Ok(moved)
     }
@@ -500,7 +508,7 @@ pub(crate) fn parked_statement(queues: &[String], kinds: &[String], limit: u32) 
                   where queue = {queue}
                     and band = {band}
                     and run_after = 9223372036854775807
-                    and wait_reason = 'kind'
+                    and {IS_PARKED}
                     and leased_by = 0
                     and kind in ({kinds})
                   order by id

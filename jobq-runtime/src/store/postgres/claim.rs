@@ -7,11 +7,13 @@ use std::time::Duration;
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::lifecycle::{Counters, Limits};
 use jobq_core::queue::is_front;
-use jobq_core::time::{Timestamp, micros};
+use jobq_core::time::micros;
 use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 
-use super::{Beat, BeatReply, Claim, Claimed, NewSession, PostgresStore, Schema, Time, sql};
+use super::{
+    Beat, BeatReply, Claim, Claimed, NewSession, Paused, PostgresStore, Schema, Time, sql,
+};
 use crate::key::JobKey;
 use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
 
@@ -98,9 +100,14 @@ impl PostgresStore {
     }
 }
 
+// What is paused is asked for once, before any job is looked at.
 pub(crate) const NEXT_DUE: &str = "
     select (extract(epoch from min(job.run_after) - statement_timestamp()) * 1000000)::int8
-    from unnest($1::text[]) as wanted (queue)
+    from unnest(array(
+        select unnest($1::text[])
+        except
+        select name from jobq.pauses where scope = 'queue'
+    )) as wanted (queue)
     cross join unnest($2::int2[]) as band (band)
     cross join lateral (
         select run_after
@@ -110,7 +117,11 @@ pub(crate) const NEXT_DUE: &str = "
           and run_after > statement_timestamp()
           and run_after < 'infinity'
           and leased_by = 0
-          and kind = any($3)
+          and kind = any (array(
+              select unnest($3::text[])
+              except
+              select name from jobq.pauses where scope = 'kind'
+          ))
         order by run_after
         limit 1
     ) as job";
@@ -149,11 +160,18 @@ pub(crate) async fn claim_on(
         .bind(sessions.len() as i64)
         .fetch_all(connection)
         .await?;
-    let mut claimed =
-        Claimed { seen_to: Timestamp::NEG_INFINITY, sessions_live: false, jobs: Vec::new() };
+    let head = rows.first().ok_or(sqlx::Error::RowNotFound)?;
+    let mut paused =
+        Paused { queues: head.try_get("paused_queues")?, kinds: head.try_get("paused_kinds")? };
+    paused.queues.retain(|name| claim.queues.iter().any(|asked| asked.queue == *name));
+    paused.kinds.retain(|name| claim.kinds.iter().any(|(kind, _)| kind == name));
+    let mut claimed = Claimed {
+        seen_to: head.try_get::<Time, _>("now")?.0,
+        sessions_live: head.try_get("live")?,
+        paused,
+        jobs: Vec::new(),
+    };
     for row in &rows {
-        claimed.seen_to = row.try_get::<Time, _>("now")?.0;
-        claimed.sessions_live = row.try_get("live")?;
         if row.try_get::<Option<i64>, _>("id")?.is_some() {
             claimed.jobs.push(claimed_job(row)?);
         }
@@ -164,12 +182,18 @@ pub(crate) async fn claim_on(
 // The sessions are pinned: a sweep that closes one waits until this claim is visible, and
 // so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
 // table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
-// lost: the sweep finds it.
+// lost: the sweep finds it. What is paused is read once, with the same snapshot: queues that are
+// paused are not looked at, and of the others only kinds that are not.
 macro_rules! claim_statement {
     ($grants:literal, $has_grant:literal) => {
         concat!(
             "
-    with live as materialized (
+    with paused as materialized (
+        select coalesce(array_agg(name) filter (where scope = 'queue'), '{}') as queues,
+               coalesce(array_agg(name) filter (where scope = 'kind'), '{}') as kinds
+        from jobq.pauses
+    ),
+    live as materialized (
         select id from jobq.sessions
         where id = any($1) and leased_until > statement_timestamp()
         order by id
@@ -177,7 +201,8 @@ macro_rules! claim_statement {
     ),
     due as materialized (
         select found.tid
-        from unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
+        from paused
+        cross join unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
         cross join lateral (
             select job.tid
             from unnest($4::text[], $5::int2[], $6::timestamptz[], $7::int8[])
@@ -191,6 +216,7 @@ macro_rules! claim_statement {
                   and (run_after, id) > (floor.run_after, floor.id)
                   and leased_by = 0
                   and kind = any($8)
+                  and kind <> all (paused.kinds)
                   and (select count(*) from live) = $10
                 order by run_after, id
                 limit wanted.jobs
@@ -199,6 +225,7 @@ macro_rules! claim_statement {
             where floor.queue = wanted.queue
             limit wanted.jobs
         ) as found
+        where wanted.queue <> all (paused.queues)
     ),
     taken as (
         update jobq.jobs as job
@@ -216,10 +243,12 @@ macro_rules! claim_statement {
             "
     select statement_timestamp() as now,
            (select count(*) from live) = $10 as live,
+           paused.queues as paused_queues,
+           paused.kinds as paused_kinds,
            taken.*, ",
             $has_grant,
             " as has_grant
-    from (values (1)) as always (n)
+    from paused
     left join taken on true
     order by taken.queue, taken.band desc, taken.run_after, taken.id"
         )

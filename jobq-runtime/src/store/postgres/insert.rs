@@ -9,7 +9,8 @@ use sqlx::postgres::{PgConnection, PgPool, Postgres};
 use sqlx::{Connection, Executor, Transaction};
 
 use super::{
-    Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_connection_loss, sql, unique,
+    Checkout, Error, PostgresStore, Result, Schema, Time, channel, is_conflict, is_connection_loss,
+    sql, unique,
 };
 use crate::context::CompleteTarget;
 use crate::enqueue::sealed::Sealed;
@@ -186,14 +187,10 @@ async fn insert_unique_on(
 
 /// An enqueue that the database has refused.
 pub(super) fn refused(source: sqlx::Error) -> Error {
-    match &source {
-        // At REPEATABLE READ and above, or a deadlock of two that lock the same keys one by one.
-        sqlx::Error::Database(error)
-            if matches!(error.code().as_deref(), Some("40001" | "40P01")) =>
-        {
-            Error::Serialization(source)
-        }
-        _ => Error::database("enqueue jobs")(source),
+    if is_conflict(&source) {
+        Error::Serialization(source)
+    } else {
+        Error::database("enqueue jobs")(source)
     }
 }
 

@@ -8,7 +8,7 @@ use sqlx::{Executor, Row};
 
 use super::{
     AttemptInfo, CancelReply, Checkout, DeadFilter, DeadJob, Error, Lookup, PostgresStore,
-    QueueCount, Result, Time, unique,
+    QueueCount, Result, Time, again, unique,
 };
 use crate::store::twins::Retake;
 use crate::store::{DEFAULT_RETENTION, JobInfo, Redriven};
@@ -239,6 +239,20 @@ impl PostgresStore {
         after: JobId,
         limit: u32,
     ) -> sqlx::Result<Redriven> {
+        // Two that take keys which were pruned meanwhile may each wait for the other's.
+        let redriven = again(|| self.redrive_once(filter, after, limit)).await?;
+        if !redriven.jobs.is_empty() {
+            crate::wake::poke();
+        }
+        Ok(redriven)
+    }
+
+    async fn redrive_once(
+        &self,
+        filter: &DeadFilter,
+        after: JobId,
+        limit: u32,
+    ) -> sqlx::Result<Redriven> {
         let mut connection = self.own().await?;
         // A key may be locked by a transaction of the application's.
         let begin = "begin isolation level read committed; set local lock_timeout = '2s'";
@@ -289,9 +303,6 @@ impl PostgresStore {
         connection.hand_back();
         ids.sort_unstable();
         redriven.jobs = ids.into_iter().map(JobId).collect();
-        if !redriven.jobs.is_empty() {
-            crate::wake::poke();
-        }
         Ok(redriven)
     }
 }

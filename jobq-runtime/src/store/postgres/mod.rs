@@ -10,6 +10,7 @@ mod claim;
 mod insert;
 mod keys;
 mod look;
+mod pause;
 mod settle;
 mod setup;
 mod sweep;
@@ -20,6 +21,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId};
+use jobq_core::pause::PauseScope;
 use jobq_core::time::Timestamp;
 use sqlx::encode::IsNull;
 use sqlx::postgres::types::Oid;
@@ -31,8 +33,9 @@ use sqlx::{AssertSqlSafe, Connection, Decode, Encode, SqlSafeStr, SqlStr, Type};
 
 use super::{
     AttemptInfo, Beat, BeatReply, BlockedKey, CancelReply, Claim, Claimed, DeadFilter, DeadJob,
-    HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount, Redriven,
-    Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob, WakeUp,
+    HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pause, Paused, Pulse, QueueCount,
+    Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob, WakeUp,
+    read_pauses,
 };
 use crate::enqueue::Enqueued;
 use crate::error::{Error, Result, is_connection_loss};
@@ -175,6 +178,32 @@ async fn within<T>(
         Ok(done) => done.map_err(Error::database(action)),
         Err(_) => Err(Error::Timeout { action, after: PATIENCE }),
     }
+}
+
+/// Does a whole transaction again as long as the server ends it for the sake of another one.
+async fn again<T, F>(mut transaction: impl FnMut() -> F) -> sqlx::Result<T>
+where
+    F: Future<Output = sqlx::Result<T>>,
+{
+    const TRIES: u32 = 8;
+    let mut tried = 0;
+    loop {
+        tried += 1;
+        match transaction().await {
+            Err(error) if is_conflict(&error) && tried < TRIES => {
+                tracing::debug!(tried, "a conflict; doing the transaction again");
+                let wait = Duration::from_millis(1 << tried).mul_f64(rand::random());
+                tokio::time::sleep(wait).await;
+            }
+            done => return done,
+        }
+    }
+}
+
+/// A deadlock, or at REPEATABLE READ and above a row that was written after the snapshot.
+fn is_conflict(error: &sqlx::Error) -> bool {
+    let sqlx::Error::Database(error) = error else { return false };
+    matches!(error.code().as_deref(), Some("40001" | "40P01"))
 }
 
 /// [`Timestamp`] as `timestamptz`: microseconds since 2000-01-01, infinities at the ends.
@@ -399,6 +428,23 @@ impl Store for PostgresStore {
 
     fn unblock_key<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<bool>> {
         Box::pin(within("unblock a key", self.unblock_key(key)))
+    }
+
+    fn pause<'a>(
+        &'a self,
+        scope: PauseScope,
+        name: &'a str,
+        reason: Option<&'a str>,
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("pause", self.pause(scope, name, reason)))
+    }
+
+    fn resume<'a>(&'a self, scope: PauseScope, name: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("resume", self.resume(scope, name)))
+    }
+
+    fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>> {
+        Box::pin(async move { read_pauses(within("list pauses", self.pauses()).await?) })
     }
 
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {

@@ -252,7 +252,7 @@ impl PostgresStore {
         let done = sqlx::query(self.sql(SHIFT))
             .bind(ids)
             .bind(tokens)
-            .bind(shift == Shift::Park)
+            .bind(shift.wait_reason())
             .execute(&mut *connection)
             .await?;
         connection.hand_back();
@@ -312,9 +312,9 @@ pub(crate) const SHIFT: &str = "
         for no key update skip locked
     )
     update jobq.jobs as job
-    set band = case when $3 then priority else 32767 end,
-        run_after = case when $3 then 'infinity' else clock_timestamp() end,
-        wait_reason = case when $3 then 'kind' end
+    set band = case when $3::text is null then 32767 else priority end,
+        run_after = case when $3 is null then clock_timestamp() else 'infinity' end,
+        wait_reason = $3
     from held
     where job.ctid = held.tid and job.run_after <= statement_timestamp()";
 
@@ -324,13 +324,17 @@ pub(crate) const UNPARK: &str = "
     with held as materialized (
         select job.tid
         from unnest($1::text[]) as wanted (queue)
-        cross join unnest($2::text[]) as known (kind)
+        cross join unnest(array(
+            select unnest($2::text[])
+            except
+            select name from jobq.pauses where scope = 'kind'
+        )) as known (kind)
         cross join lateral (
             select ctid as tid
             from jobq.jobs
             where queue = wanted.queue
               and kind = known.kind
-              and wait_reason = 'kind'
+              and wait_reason in ('kind', 'paused')
               and leased_by = 0
             order by id
             limit $3

@@ -11,8 +11,8 @@ use jobq_core::time::{Timestamp, micros};
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{
-    Beat, BeatReply, Claim, Claimed, Floor, HEARTBEATS_FIRST, NewSession, Schema, SqliteStore,
-    count, get, json, keys, sql,
+    Beat, BeatReply, Claim, Claimed, Floor, HEARTBEATS_FIRST, NewSession, Paused, Schema,
+    SqliteStore, count, get, json, keys, sql,
 };
 use crate::key::JobKey;
 use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
@@ -118,12 +118,19 @@ impl SqliteStore {
                    and run_after > now_us()
                    and run_after < 9223372036854775807
                    and leased_by = 0
-                   and kind in (select value from json_each(?3))
+                   and kind in (
+                       select value from json_each(?3)
+                       except
+                       select name from jobq_pauses where scope = 'kind'
+                   )
                  order by run_after
                  limit 1
              )) - now_us()
              from json_each(?1) as wanted
-             cross join json_each(?2) as band",
+             cross join json_each(?2) as band
+             where not exists (
+                 select 1 from jobq_pauses where scope = 'queue' and name = wanted.value
+             )",
         ))
         .bind(json(queues))
         .bind(json(bands))
@@ -201,12 +208,23 @@ impl Wanted {
             places,
         }
     }
+
+    /// What of it is among the queues and kinds that are paused.
+    fn paused(&self, queues: &str, kinds: &str) -> Paused {
+        let names = |json: &str| serde_json::from_str(json).unwrap_or_default();
+        let (mut queues, mut kinds): (Vec<String>, Vec<String>) = (names(queues), names(kinds));
+        queues.retain(|queue| self.places.iter().any(|place| place.queue == *queue));
+        kinds.retain(|kind| self.by_kind.contains_key(kind));
+        Paused { queues, kinds }
+    }
 }
 
 /// What a claim sees before it writes.
 struct Look {
     now: Timestamp,
     sessions: Sessions,
+    /// What is paused; of that, nothing is due.
+    paused: Paused,
     /// Which of the wanted places have something to claim.
     due: Vec<usize>,
 }
@@ -220,7 +238,8 @@ enum Sessions {
 
 impl Look {
     fn empty_handed(&self, seen_to: Timestamp) -> Claimed {
-        Claimed { seen_to, sessions_live: self.sessions == Sessions::Live, jobs: Vec::new() }
+        let sessions_live = self.sessions == Sessions::Live;
+        Claimed { seen_to, sessions_live, paused: self.paused.clone(), jobs: Vec::new() }
     }
 }
 
@@ -229,16 +248,32 @@ async fn look(
     schema: &Schema,
     wanted: &Wanted,
 ) -> sqlx::Result<Look> {
-    let (now, live, open, due): (i64, i64, i64, String) = sqlx::query_as(sql(
+    let (now, live, open, paused_queues, paused_kinds, due): (
+        i64,
+        i64,
+        i64,
+        String,
+        String,
+        String,
+    ) = sqlx::query_as(sql(
         schema,
         "with floor (n, queue, band, run_after, id) as materialized (
-             select key, value ->> 0, value ->> 1, value ->> 2, value ->> 3 from json_each(?1)
+             select key, value ->> 0, value ->> 1, value ->> 2, value ->> 3
+             from json_each(?1)
+             where value ->> 0 not in (select name from jobq_pauses where scope = 'queue')
+         ),
+         known (kind) as materialized (
+             select value from json_each(?3)
+             except
+             select name from jobq_pauses where scope = 'kind'
          )
          select now_us(),
                 (select count(*) from jobq_sessions
                  where id in (select value from json_each(?2)) and leased_until > now_us()),
                 (select count(*) from jobq_sessions
                  where id in (select value from json_each(?2))),
+                (select json_group_array(name) from jobq_pauses where scope = 'queue'),
+                (select json_group_array(name) from jobq_pauses where scope = 'kind'),
                 (select json_group_array(n) from floor
                  where exists (
                            select 1 from jobq_jobs indexed by jobq_jobs_due
@@ -248,7 +283,7 @@ async fn look(
                              and id > floor.id
                              and run_after <= now_us()
                              and leased_by = 0
-                             and kind in (select value from json_each(?3))
+                             and kind in (select kind from known)
                        )
                     or exists (
                            select 1 from jobq_jobs indexed by jobq_jobs_due
@@ -257,7 +292,7 @@ async fn look(
                              and run_after > floor.run_after
                              and run_after <= now_us()
                              and leased_by = 0
-                             and kind in (select value from json_each(?3))
+                             and kind in (select kind from known)
                        ))",
     ))
     .bind(&wanted.floors)
@@ -273,9 +308,10 @@ async fn look(
     } else {
         Sessions::Closed
     };
+    let paused = wanted.paused(&paused_queues, &paused_kinds);
     let mut due: Vec<usize> = serde_json::from_str(&due).unwrap_or_default();
     due.sort_unstable();
-    Ok(Look { now: Timestamp(now), sessions, due })
+    Ok(Look { now: Timestamp(now), sessions, paused, due })
 }
 
 /// Claims from the places that have something, in their order, up to each queue's limit.
@@ -285,20 +321,22 @@ async fn take(
     wanted: &Wanted,
     look: Look,
 ) -> sqlx::Result<Claimed> {
+    let kinds = wanted.by_kind.keys().filter(|kind| !look.paused.kinds.contains(kind));
+    let kinds = json(kinds.collect::<Vec<_>>());
     let mut jobs = Vec::new();
     let mut taken: HashMap<&str, u32> = HashMap::new();
     for place in look.due.iter().filter_map(|n| wanted.places.get(*n)) {
         let taken = taken.entry(place.queue.as_str()).or_default();
         let left = place.limit.saturating_sub(*taken);
         if left > 0 {
-            let mut found = due(connection, schema, wanted, place, look.now, left).await?;
+            let mut found = due(connection, schema, wanted, &kinds, place, look.now, left).await?;
             keys::decide_turns(connection, schema, &mut found).await?;
             lease(connection, schema, &found).await?;
             *taken += found.len() as u32;
             jobs.extend(found);
         }
     }
-    Ok(Claimed { seen_to: look.now, sessions_live: true, jobs })
+    Ok(Claimed { seen_to: look.now, sessions_live: true, paused: look.paused, jobs })
 }
 
 /// The due jobs of a place, in order, as they will be once they are leased.
@@ -306,6 +344,7 @@ async fn due(
     connection: &mut SqliteConnection,
     schema: &Schema,
     wanted: &Wanted,
+    kinds: &str,
     place: &Place,
     now: Timestamp,
     limit: u32,
@@ -322,7 +361,7 @@ async fn due(
             .bind(now.0)
             .bind(place.floor.run_after.0)
             .bind(place.floor.id)
-            .bind(&wanted.kinds)
+            .bind(kinds)
             .bind(i64::from(left))
             .fetch_all(&mut *connection)
             .await?;

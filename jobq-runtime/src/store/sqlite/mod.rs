@@ -17,6 +17,7 @@ mod claim;
 mod insert;
 mod keys;
 mod look;
+mod pause;
 mod settle;
 mod setup;
 mod sweep;
@@ -31,6 +32,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64};
 use std::time::{Duration, Instant};
 
 use jobq_core::job::{JobId, Lease, SessionId};
+use jobq_core::pause::PauseScope;
 use jobq_core::time::Timestamp;
 use jobq_migrations::SQLITE_NOW;
 use sqlx::pool::PoolConnection;
@@ -42,8 +44,9 @@ use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Decode, Row, SqlSafeStr, S
 
 use super::{
     AttemptInfo, Beat, BeatReply, BlockedKey, CancelReply, Claim, Claimed, DeadFilter, DeadJob,
-    Floor, HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pulse, QueueCount,
-    Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob,
+    Floor, HeldJob, Horizon, Listener, LiveSession, Lookup, NewSession, Pause, Paused, Pulse,
+    QueueCount, Redriven, Schema, Settled, Settlement, Shift, StaleGrants, Store, UnleasedJob,
+    read_pauses,
 };
 use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
@@ -433,6 +436,23 @@ impl Store for SqliteStore {
 
     fn unblock_key<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<bool>> {
         Box::pin(within("unblock a key", self.unblock_key(key)))
+    }
+
+    fn pause<'a>(
+        &'a self,
+        scope: PauseScope,
+        name: &'a str,
+        reason: Option<&'a str>,
+    ) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("pause", self.pause(scope, name, reason)))
+    }
+
+    fn resume<'a>(&'a self, scope: PauseScope, name: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("resume", self.resume(scope, name)))
+    }
+
+    fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>> {
+        Box::pin(async move { read_pauses(within("list pauses", self.pauses()).await?) })
     }
 
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {

@@ -285,14 +285,18 @@ impl SqliteStore {
             let text = match shift {
                 Shift::Hurry => {
                     "insert into jobq_do_move
-                     select value, 32767, now_us(), null from json_each(?1)"
+                     select value, 32767, now_us(), ?2 from json_each(?1)"
                 }
-                Shift::Park => {
+                Shift::Park | Shift::Pause => {
                     "insert into jobq_do_move
-                     select value, null, 9223372036854775807, 'kind' from json_each(?1)"
+                     select value, null, 9223372036854775807, ?2 from json_each(?1)"
                 }
             };
-            sqlx::query(sql(&schema, text)).bind(json(&ids)).execute(&mut **locked).await?;
+            sqlx::query(sql(&schema, text))
+                .bind(json(&ids))
+                .bind(shift.wait_reason())
+                .execute(&mut **locked)
+                .await?;
             Ok(ids.len() as u64)
         })
         .await
@@ -312,9 +316,13 @@ impl SqliteStore {
              where queue in (select value from json_each(?1))
                and band in (4, 3, 2, 1, 0, -1, -2, -3, -4)
                and run_after = 9223372036854775807
-               and wait_reason = 'kind'
+               and wait_reason in ('kind', 'paused')
                and leased_by = 0
-               and kind in (select value from json_each(?2))
+               and kind in (
+                   select value from json_each(?2)
+                   except
+                   select name from jobq_pauses where scope = 'kind'
+               )
              limit ?3",
         ))
         .bind(json(queues))
@@ -332,7 +340,8 @@ impl SqliteStore {
                 &schema,
                 "select value
                  from json_each(?1)
-                 where (select wait_reason from jobq_jobs where id = value) = 'kind'",
+                 where (select wait_reason from jobq_jobs where id = value)
+                       in ('kind', 'paused')",
             ))
             .bind(parked)
             .fetch_all(&mut **locked)

@@ -559,6 +559,10 @@ async fn plans_do_not_depend_on_statistics() {
             assert!(steps < FEW, "analyzed with {analyzed} rows: {what} takes {steps} steps");
         };
 
+        for scope in PauseScope::ALL {
+            assert!(store.pause(scope, "other", None).await.expect("no error"));
+        }
+        taken("pausing").await;
         // Behind the leased jobs of one time, at the leased job that was claimed last.
         let floor = Floor { run_after: Timestamp(1), id: ROWS as i64 / 2 };
         let mut claimed =
@@ -605,6 +609,13 @@ async fn plans_do_not_depend_on_statistics() {
         let kinds = ["resize".to_owned()];
         store.next_due(&queues, &kinds).await.expect("no error");
         taken("looking ahead").await;
+        assert!(store.pause(PauseScope::Queue, "images", None).await.expect("no error"));
+        let from_the_beginning = claim_from(session, 40, Floor::START);
+        let claimed = store.claim(&from_the_beginning).await.expect("no error");
+        assert_eq!((claimed.jobs.len(), &claimed.paused.queues), (0, &queues.to_vec()));
+        assert_eq!(store.next_due(&queues, &kinds).await.expect("no error"), None);
+        assert!(store.resume(PauseScope::Queue, "images").await.expect("no error"));
+        taken("what is paused").await;
         let to = Floor { run_after: Timestamp::INFINITY, id: 0 };
         let late = store.unleased("images", 0, floor, to, 10).await.expect("no error");
         assert_eq!(late.len(), 10);
