@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use jobq::{Client, ClientOptions, NewJob, Runtime, Unique, job};
+use jobq::{Client, ClientOptions, NewJob, QueueLimit, Rate, Runtime, Unique, job};
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
 const JOBS: u64 = 20_000;
@@ -19,16 +19,22 @@ async fn nothing(n: u64, text: String) {
     let _ = (n, text);
 }
 
-/// How a feature makes the job with a number.
-type Feature = (&'static str, fn(u64) -> NewJob);
+/// How a feature makes the job with a number, and the limit of the queue.
+type Feature = (&'static str, fn(u64) -> NewJob, Option<QueueLimit>);
+
+/// A rate that holds nothing up.
+const FAST: Rate = Rate::new(1_000_000, Duration::from_secs(1));
 
 /// The first is what the others are compared with.
-const FEATURES: [Feature; 5] = [
-    ("plain", plain),
-    ("unique", |n| plain(n).unique(Unique::DEFAULT)),
-    ("a key for each job", |n| plain(n).key(format!("key-{n}"))),
-    ("500 keys", |n| plain(n).key(format!("key-{}", n % 500))),
-    ("500 keys, each in one go", |n| plain(n).key(format!("key-{}", n / (JOBS / 500)))),
+const FEATURES: [Feature; 8] = [
+    ("plain", plain, None),
+    ("unique", |n| plain(n).unique(Unique::DEFAULT), None),
+    ("a key for each job", |n| plain(n).key(format!("key-{n}")), None),
+    ("500 keys", |n| plain(n).key(format!("key-{}", n % 500)), None),
+    ("500 keys, each in one go", |n| plain(n).key(format!("key-{}", n / (JOBS / 500))), None),
+    ("a limit of 100", plain, Some(QueueLimit::running(100))),
+    ("a limit of 1,000", plain, Some(QueueLimit::running(1_000))),
+    ("a rate", plain, Some(QueueLimit::rate(FAST))),
 ];
 
 /// About 170 bytes, as the research on other queues used.
@@ -61,7 +67,11 @@ async fn measure(url: &str) -> Result<(), Box<dyn std::error::Error>> {
     );
     let mut figures = vec![(Vec::new(), Vec::new()); FEATURES.len()];
     for _ in 0..ROUNDS {
-        for ((_, new), (enqueued, drained)) in FEATURES.iter().zip(&mut figures) {
+        for ((_, new, limit), (enqueued, drained)) in FEATURES.iter().zip(&mut figures) {
+            match limit {
+                Some(limit) => client.limit_queue("default", *limit).await?,
+                None => drop(client.unlimit_queue("default").await?),
+            }
             enqueued.push(enqueue(&client, *new).await?);
             drained.push(drain(&client).await?);
         }
@@ -71,7 +81,7 @@ async fn measure(url: &str) -> Result<(), Box<dyn std::error::Error>> {
         .map(|(enqueued, drained)| (median(enqueued), median(drained)))
         .collect();
     let plain = figures[0];
-    for ((name, _), (enqueued, drained)) in FEATURES.iter().zip(figures) {
+    for ((name, ..), (enqueued, drained)) in FEATURES.iter().zip(figures) {
         let of_plain = (100.0 * enqueued / plain.0, 100.0 * drained / plain.1);
         println!(
             "{name:28} {enqueued:>16.0} {:>7.0}% {drained:>12.0} {:>7.0}%",

@@ -100,6 +100,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Postgres,
                 text: include_str!("postgres/0004_pauses.sql"),
             },
+            Migration {
+                version: 5,
+                name: "limits",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0005_limits.sql"),
+            },
         ],
         Dialect::Mysql => &[
             Migration {
@@ -126,6 +132,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Mysql,
                 text: include_str!("mysql/0004_pauses.sql"),
             },
+            Migration {
+                version: 5,
+                name: "limits",
+                dialect: Dialect::Mysql,
+                text: include_str!("mysql/0005_limits.sql"),
+            },
         ],
         Dialect::Sqlite => &[
             Migration {
@@ -151,6 +163,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 name: "pauses",
                 dialect: Dialect::Sqlite,
                 text: include_str!("sqlite/0004_pauses.sql"),
+            },
+            Migration {
+                version: 5,
+                name: "limits",
+                dialect: Dialect::Sqlite,
+                text: include_str!("sqlite/0005_limits.sql"),
             },
         ],
     }

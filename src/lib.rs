@@ -43,7 +43,7 @@
 //! | enqueue | [`NewJob`], [`enqueue_many`], [`EnqueueTarget`] |
 //! | run | [`Runtime`] |
 //! | know about and steer a running job | [`JobContext`], [`retry_after`], [`snooze`], [`discard`], [`cancel`] |
-//! | look, cancel, redrive, pause | [`Client`] |
+//! | look, cancel, redrive, pause, limit | [`Client`], [`QueueLimit`] |
 //!
 //! # Features
 //!

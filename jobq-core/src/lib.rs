@@ -12,6 +12,7 @@ pub mod duration;
 pub mod job;
 pub mod key;
 pub mod lifecycle;
+pub mod limit;
 pub mod outcome;
 pub mod pause;
 pub mod payload;

@@ -9,7 +9,7 @@
 //! | operation | from → to | guard | decided by |
 //! |---|---|---|---|
 //! | insert | (nothing) → pending | – | the caller's transaction |
-//! | claim | pending → running | due, unleased, live session, neither queue nor kind paused; token + 1, attempt + 1 | [`admit`] |
+//! | claim | pending → running | due, unleased, live session, neither queue nor kind paused, and the queue's limit has room; token + 1, attempt + 1 | [`admit`] |
 //! | settle: complete | running → completed | lease | [`settle`] |
 //! | settle: requeue | running → pending | lease, no cancel requested | [`settle`], [`rescue`] |
 //! | settle: bury | running → dead | lease, no cancel requested | [`settle`], [`rescue`], [`admit`] |

@@ -4,7 +4,7 @@
 //! claims again as soon as a slot is free; when one comes back short it waits for a wake-up or for
 //! the poll, which is the guarantee.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::key;
 use crate::runtime::catch_panic;
 use crate::settler::Finished;
-use crate::store::{Claim, ClaimedJob, QueueClaim, Settled, Settlement, Turn, WakeUp};
+use crate::store::{Claim, Claimed, ClaimedJob, QueueClaim, Settled, Settlement, Turn, WakeUp};
 use crate::worker::{Pass, Slot, Worker, locked};
 
 /// The first waits of an idle worker, doubling; a job enqueued in a transaction that is still open
@@ -61,6 +61,10 @@ const RECONCILE_PAUSE: Duration = Duration::from_secs(1);
 /// How long a stopping worker waits for the claim that is in flight.
 const LAST_CLAIM: Duration = Duration::from_millis(250);
 
+/// For how long a queue is not asked for, once it has given all that its limit allows: at least this, and
+/// twice as long each time it gives nothing, up to [`POLL`].
+const LIMIT_PAUSE: Duration = Duration::from_millis(50);
+
 /// How the loop is to end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Until {
@@ -99,6 +103,18 @@ struct Claimer<'w> {
     /// Begin anew at the proven floors: the database was away, or what was paused and passed by is
     /// resumed.
     restart_floors: bool,
+    /// Queues of which a limit has held up the last claim.
+    held_up: HashMap<String, HeldUp>,
+}
+
+/// A queue that is not asked for: its limit allows nothing.
+struct HeldUp {
+    until: Instant,
+    /// How long it is not asked for; longer each time that a claim brings nothing.
+    pause: Duration,
+    /// How many slots this process had free for it, where some that is run elsewhere holds it up. Where one
+    /// more is free, a job has ended here.
+    free: Option<usize>,
 }
 
 /// Claims and starts jobs until told to stop, or until idle.
@@ -137,7 +153,8 @@ pub(crate) async fn run(
                 () = claimer.reconcile_is_due() => {}
             },
             Ok(Looked::NothingDue) => {
-                if until == Until::Idle && worker.running_count() == 0 {
+                let is_idle = worker.running_count() == 0 && claimer.next_start().is_none();
+                if until == Until::Idle && is_idle {
                     match claimer.rest().await {
                         Ok(true) => {}
                         Ok(false) => break,
@@ -184,6 +201,7 @@ impl<'w> Claimer<'w> {
             reconcile_at: Vec::new(),
             reconcile_anyway_at: Instant::now() + RECONCILE_EVERY.mul_f64(rand::random()),
             restart_floors: false,
+            held_up: HashMap::new(),
         }
     }
 
@@ -217,18 +235,21 @@ impl<'w> Claimer<'w> {
             }
         }
         let far;
+        let mut all_taken = true;
         {
             let floors = locked(&worker.floors);
             far = floors.far_is_due(started);
             for queue in &worker.queues {
-                let free = u32::try_from(queue.slots.available_permits()).unwrap_or(u32::MAX);
-                if free > 0 {
+                let free = queue.slots.available_permits();
+                all_taken &= free == 0;
+                if free > 0 && !self.is_held_up(&queue.name, free, started) {
+                    let free = u32::try_from(free).unwrap_or(u32::MAX);
                     claim.queues.push(floors.claim(&queue.name, free, far, started));
                 }
             }
         }
         if claim.queues.is_empty() {
-            return Ok(Looked::NoSlot);
+            return Ok(if all_taken { Looked::NoSlot } else { Looked::NothingDue });
         }
         let claimed = worker.store.claim(&claim).await.inspect_err(|_| {
             // It may have happened all the same: look now, and again when it must have ended.
@@ -250,6 +271,7 @@ impl<'w> Claimer<'w> {
             }
         }
         let more = self.restart_floors || is_full(&claim.queues, &claimed.jobs);
+        self.hold_up(&claim.queues, &claimed, ended);
         if !claimed.jobs.is_empty() {
             self.idle_since = None;
             self.poll = FIRST_POLL;
@@ -264,6 +286,43 @@ impl<'w> Claimer<'w> {
             }
         }
         Ok(if more { Looked::More } else { Looked::NothingDue })
+    }
+
+    /// Notes which queues have given all that their limits allow, and when to ask for them again.
+    fn hold_up(&mut self, asked: &[QueueClaim], claimed: &Claimed, now: Instant) {
+        for queue in asked {
+            let before = self.held_up.remove(&queue.queue);
+            let allowed = claimed.limited.iter().find(|allowed| allowed.queue == queue.queue);
+            let Some(allowed) = allowed.filter(|allowed| allowed.jobs < queue.limit) else {
+                continue;
+            };
+            let brought = claimed.jobs.iter().filter(|job| job.queue == queue.queue).count();
+            if brought < allowed.jobs as usize {
+                continue;
+            }
+            let pause = match before {
+                Some(before) if brought == 0 => (before.pause * 2).min(POLL),
+                _ => LIMIT_PAUSE,
+            };
+            let held_up = HeldUp {
+                until: now + allowed.next.map_or(pause, |next| next.max(pause)),
+                pause,
+                free: allowed.next.is_none().then_some(queue.limit as usize - brought),
+            };
+            self.held_up.insert(queue.queue.clone(), held_up);
+        }
+    }
+
+    fn is_held_up(&self, queue: &str, free: usize, now: Instant) -> bool {
+        self.held_up.get(queue).is_some_and(|held_up| {
+            now < held_up.until && held_up.free.is_none_or(|before| free <= before)
+        })
+    }
+
+    /// When the next queue may start something again that its rate has held up.
+    fn next_start(&self) -> Option<Instant> {
+        let rates = self.held_up.values().filter(|held_up| held_up.free.is_none());
+        rates.map(|held_up| held_up.until).min()
     }
 
     fn start(&mut self, job: ClaimedJob) {
@@ -457,6 +516,7 @@ impl<'w> Claimer<'w> {
         if rescued + passed_on + worker.unpark().await? > 0 {
             return Ok(true);
         }
+        self.held_up.clear();
         let proven = crate::sweep::proven_floors(&*self.worker.store).await?;
         {
             let mut floors = locked(&self.worker.floors);
@@ -483,10 +543,8 @@ impl<'w> Claimer<'w> {
                 Ok(()) = wake_ups.pokes.changed() => return self.woken(),
             }
         }
-        let until = match self.next_due {
-            Some(due) if due > now => due.min(now + self.poll),
-            _ => now + self.poll,
-        };
+        let next = [self.next_due, self.next_start()].into_iter().flatten().filter(|at| *at > now);
+        let until = next.fold(now + self.poll, Instant::min);
         let longest =
             if now - idle_since < JUST_IDLE { POLL } else { self.worker.store.idle_poll() };
         self.poll = (self.poll * 2).min(longest.max(POLL));

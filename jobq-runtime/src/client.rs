@@ -12,6 +12,7 @@ use crate::enqueue::{EnqueueTarget, Enqueued};
 use crate::error::{Error, Result};
 use crate::job::CheckedJob;
 use crate::key;
+use crate::limit::{LimitedQueue, QueueLimit};
 use crate::store::{
     BlockedKey, CancelReply, DeadFilter, DeadJob, Lookup, Pause, QueueCount, Redriven, Schema,
     Store,
@@ -588,6 +589,80 @@ impl Client {
     /// Database errors.
     pub async fn paused(&self) -> Result<Vec<Pause>> {
         self.store.pauses().await
+    }
+
+    /// Limits what a queue may do across the fleet: how many of its jobs run at once, how fast they
+    /// start, or both. It replaces the limit that the queue has.
+    ///
+    /// It holds from the next claim on, on whatever machine, and is kept in the database until
+    /// [`unlimit_queue`](Self::unlimit_queue): set it where you deploy, as often as you like. What runs
+    /// goes on, also above a limit that was lowered; what was started before the queue had any limit
+    /// is not counted. A job counts until its outcome is written, or, if its worker has died, until its
+    /// lease has ended and it was rescued. Workers of a version without limits do not keep to them.
+    ///
+    /// Claims of a limited queue come one after the other, and each looks up as many running jobs as
+    /// the limit allows: let thousands run at once, not more.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadName`] for a name that no queue can have, [`Error::BadOption`] for a limit that
+    /// cannot be, and database errors.
+    ///
+    /// # Cancel safety
+    ///
+    /// If the future is dropped, the queue has either limit, whole.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// # use jobq_runtime as jobq;
+    /// use std::time::Duration;
+    ///
+    /// use jobq::{QueueLimit, Rate};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let folder = tempfile::tempdir()?;
+    /// # let url = format!("sqlite:{}", folder.path().join("jobs.db").display());
+    /// # let client = jobq::Client::connect(&url).await?;
+    /// # client.migrate().await?;
+    /// client.limit_queue("reports", QueueLimit::running(3)).await?;
+    /// let fast = Rate::new(50, Duration::from_secs(1)).burst(10);
+    /// client.limit_queue("mail", QueueLimit::rate(fast)).await?;
+    /// for limited in client.limits().await? {
+    ///     println!("{}: {:?}", limited.queue, limited.limit);
+    /// }
+    /// assert!(client.unlimit_queue("reports").await?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn limit_queue(&self, queue: &str, limit: QueueLimit) -> Result<()> {
+        check_name("queue", queue)?;
+        limit.check()?;
+        self.store.limit_queue(queue, &limit).await?;
+        crate::wake::poke();
+        Ok(())
+    }
+
+    /// Ends the limit of a queue; false if it had none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadName`] for a name that no queue can have, and database errors.
+    pub async fn unlimit_queue(&self, queue: &str) -> Result<bool> {
+        check_name("queue", queue)?;
+        let had_one = self.store.unlimit_queue(queue).await?;
+        crate::wake::poke();
+        Ok(had_one)
+    }
+
+    /// The queues that are limited, by name.
+    ///
+    /// # Errors
+    ///
+    /// Database errors.
+    pub async fn limits(&self) -> Result<Vec<LimitedQueue>> {
+        self.store.limits().await
     }
 
     async fn pause(&self, scope: PauseScope, name: &str, reason: Option<&str>) -> Result<bool> {

@@ -111,6 +111,12 @@ impl Floors {
         let near = Floor { run_after: claimed.seen_to.minus(NEAR), id: 0 };
         // A claim has not looked at a queue that is paused.
         for queue in asked.iter().filter(|asked| !claimed.paused.queues.contains(&asked.queue)) {
+            let allowed = claimed.limited.iter().find(|allowed| allowed.queue == queue.queue);
+            let limit = allowed.map_or(queue.limit, |allowed| allowed.jobs.min(queue.limit));
+            if limit == 0 {
+                // Nor at one whose limit allows nothing.
+                continue;
+            }
             let mut brought = 0;
             for (band, _) in &queue.floors {
                 let last = claimed
@@ -120,7 +126,7 @@ impl Floors {
                     .inspect(|_| brought += 1)
                     .map(|job| Floor { run_after: job.run_after, id: job.lease.job.0 })
                     .max();
-                let full = brought >= queue.limit;
+                let full = brought >= limit;
                 // A band that was looked through to its end holds nothing due before now; one that
                 // filled the claim goes on after its last job.
                 let place = match last {
@@ -184,7 +190,7 @@ mod tests {
     use jobq_core::queue::EXPRESS;
 
     use super::*;
-    use crate::store::{ClaimedJob, Turn};
+    use crate::store::{Allowed, ClaimedJob, Turn};
 
     const SECOND: i64 = 1_000_000;
 
@@ -213,7 +219,8 @@ mod tests {
     }
 
     fn claimed(now: i64, paused: Paused, jobs: Vec<ClaimedJob>) -> Claimed {
-        Claimed { seen_to: Timestamp(now), sessions_live: true, paused, jobs }
+        let limited = Vec::new();
+        Claimed { seen_to: Timestamp(now), sessions_live: true, paused, limited, jobs }
     }
 
     #[test]
@@ -274,6 +281,26 @@ mod tests {
         assert_eq!(floors.place("q", -1), Floor::START);
         let near = Timestamp(200 * SECOND).minus(NEAR);
         assert_eq!(floors.place("other", 0).run_after, near, "the other was looked through");
+    }
+
+    #[test]
+    fn a_claim_goes_no_further_than_the_limit_of_a_queue_allows() {
+        let mut floors = Floors::new(Vec::new(), Instant::now());
+        let mut then = |jobs: u32, brought| {
+            let at = Instant::now();
+            let asked = [floors.claim("q", 10, false, at)];
+            let allowed = Allowed { queue: "q".to_owned(), jobs, next: None };
+            let mut claimed = claimed(100 * SECOND, Paused::default(), brought);
+            claimed.limited = vec![allowed];
+            floors.advance(&asked, &claimed, at);
+            floors.place("q", 0)
+        };
+        assert_eq!(then(0, Vec::new()), Floor::START, "it has not looked");
+        let last = Floor { run_after: Timestamp(SECOND), id: 8 };
+        assert_eq!(then(2, vec![job(0, SECOND, 7), job(0, SECOND, 8)]), last);
+        assert_eq!(then(0, Vec::new()), last);
+        let near = Timestamp(100 * SECOND).minus(NEAR);
+        assert_eq!(then(2, vec![job(0, SECOND, 9)]).run_after, near, "there is no more");
     }
 
     #[test]

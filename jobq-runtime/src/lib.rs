@@ -28,6 +28,7 @@ mod handler;
 mod heartbeat;
 mod job;
 mod key;
+mod limit;
 #[cfg(feature = "runtime")]
 mod registry;
 #[cfg(feature = "runtime")]
@@ -54,8 +55,10 @@ pub use handler::{
 };
 pub use job::{Job, JobDef, JobOptions, NewJob};
 pub use jobq_core::key::OnBlock;
+pub use jobq_core::limit::Rate;
 pub use jobq_core::pause::PauseScope;
 pub use jobq_core::unique::{OnConflict, Unique, UniqueScope};
+pub use limit::{LimitedQueue, QueueLimit};
 #[cfg(feature = "runtime")]
 pub use runtime::{DEFAULT_CONCURRENCY, DEFAULT_SHUTDOWN_TIMEOUT, Ended, QueueOptions, Runtime};
 pub use store::{

@@ -296,7 +296,9 @@ impl Runtime {
 
     /// Runs jobs until nothing is due and nothing runs: for tests and one-shot processes.
     ///
-    /// Jobs that are scheduled for later, retries included, are left alone.
+    /// Jobs that are scheduled for later, retries included, are left alone; so are those of a queue
+    /// whose [limit](crate::Client::limit_queue) other processes use up. What only its rate holds up is
+    /// waited for.
     ///
     /// # Errors
     ///

@@ -135,6 +135,18 @@ pub(crate) async fn in_line(line: i64, State(db): State<Db>, ctx: &JobContext) -
     }
 }
 
+/// Runs for a moment.
+#[job(lease = "2s", max_crashes = 100, max_attempts = 100)]
+pub(crate) async fn brief(n: i64) {
+    tokio::time::sleep(Duration::from_millis(20 + n.unsigned_abs() % 40)).await;
+}
+
+/// Does nothing at all.
+#[job]
+pub(crate) async fn instant(n: i64) {
+    let _ = n;
+}
+
 /// Kills its own process.
 #[job(lease = "1s", max_attempts = 50, max_crashes = 3)]
 pub(crate) async fn poison(State(db): State<Db>, ctx: &JobContext) -> Fallible {

@@ -10,6 +10,7 @@ mod inside;
 mod jobs;
 mod keys;
 mod leases;
+mod limits;
 mod outage;
 mod server;
 mod settings;

@@ -16,6 +16,7 @@ mod files;
 mod heartbeat;
 mod keys;
 mod late;
+mod limits;
 mod look;
 #[cfg(feature = "mysql")]
 mod mysql_plans;
@@ -272,6 +273,17 @@ on_every_database! {
         o6_what_is_paused_is_not_what_comes_next
         o6_what_was_set_aside_too_late_is_found
         o6_a_paused_job_keeps_its_place_among_those_with_its_key;
+    limits:
+        o3_a_limit_can_be_changed_while_jobs_run
+        o3_a_limit_holds_among_claims_at_the_same_time
+        o3_a_limit_is_kept_and_shown_until_it_is_ended
+        o3_a_limited_queue_can_be_paused
+        o3_a_place_is_free_once_its_job_ends_whatever_the_end
+        o3_jobs_with_keys_are_limited_too
+        o3_no_more_run_than_the_limit_lets_on_whatever_machine
+        o3_other_queues_go_on_and_nothing_is_passed_by
+        o4_a_rate_gives_its_burst_and_then_what_comes
+        o4_no_more_start_than_the_rate_lets;
     proof:
         d2_a_pruned_jobs_attempts_are_pruned_with_it
         d2_one_of_many_has_a_duty_and_keeps_it
@@ -352,6 +364,8 @@ on_every_database! {
 on_every_server! {
     keys:
         o2_a_process_that_stops_anywhere_does_not_keep_its_keys;
+    limits:
+        o3_a_process_that_stops_anywhere_does_not_keep_a_limited_queue;
     enqueue:
         e1_higher_isolation_levels_commit_and_roll_back_alike;
     second_look:

@@ -9,12 +9,13 @@ use sqlx::mysql::{MySqlConnection, MySqlRow};
 use sqlx::{ConnectOptions, Executor, Row};
 
 use super::bed::{Bed, LEASE};
+use crate::limit::QueueLimit;
 use crate::store::mysql::statements::{
-    OWN_SETTINGS, PAUSED, Wanted, behind_statement, expired_statement, finish_statement,
+    LIMITED, OWN_SETTINGS, PAUSED, Wanted, behind_statement, expired_statement, finish_statement,
     forget_statement, held_keys_statement, held_statement, keys_after_statement, lease_statement,
-    list, lock_keys_statement, lock_waiting_statement, look_statement, next_due_statement,
-    next_statement, own_options, parked_statement, redrivable_statement, sql, stale_statement,
-    take_grants_statement, unleased_statement,
+    list, lock_keys_statement, lock_limit_statement, lock_waiting_statement, look_statement,
+    next_due_statement, next_statement, own_options, parked_statement, redrivable_statement,
+    slots_statements, sql, stale_statement, take_grants_statement, unleased_statement,
 };
 use crate::store::{Floor, Schema};
 use crate::unique::UniqueKey;
@@ -191,6 +192,13 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
     server.run(PAUSED).await;
     let read = server.counted().await - before - server.own_reads;
     assert!(read <= 2, "{read} rows are read of a table without any");
+    server.run(LIMITED).await;
+    let before = server.counted().await;
+    server.run(LIMITED).await;
+    let read = server.counted().await - before - server.own_reads;
+    assert!(read <= 2, "{read} rows are read of a table without any");
+    bed.client.limit_queue("default", QueueLimit::running(50)).await.expect("limits");
+    bed.execute("update jobq.queue_slots set job_id = slot * 2, token = 0").await;
     for jobs in [10, 10_000, 1_000_000] {
         fill(&bed, jobs).await;
         for statistics in ["old", "new"] {
@@ -223,6 +231,8 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
             let ids = list(3..=8);
             let beginning = Floor::START;
             let end = Floor { run_after: Timestamp(i64::MAX), id: i64::MAX };
+            let slots = slots_statements("default", 10);
+            let mut slots = slots.split(';');
             for (text, rows) in [
                 (next_due_statement(&bands, now, &kinds, &[]), 60),
                 (next_due_statement(&bands, now, &kinds, &["slow".to_owned()]), 60),
@@ -244,6 +254,10 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
                 (behind_statement("hot", 30_000_001, Some(30_000_001)), 1_010),
                 (stale_statement(Some("key-3"), 5), 45),
                 (lock_waiting_statement([30_000_001, 30_000_002]), 20),
+                (lock_limit_statement("default"), 4),
+                // MariaDB looks at a place again once it is found.
+                (slots.next().expect("counts").to_owned(), 160),
+                (slots.next().expect("lists").to_owned(), 160),
                 ("delete from jobq_key_grants where job_key = x'686f74'".to_owned(), 2),
                 (format!("delete from jobq_uniques where unique_key = x'{}'", key(5)), 2),
             ] {

@@ -12,20 +12,20 @@ use super::worker::job;
 use crate::store::Floor;
 use crate::store::postgres::statements::{
     BURY, CLAIM, CLAIM_WITH_KEYS, DECIDE_GRANTS, EXTEND, FINISH, FINISH_AND_LOCK, HELD, KEYS_AFTER,
-    LOCK, LOCK_GRANTS, LOOK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE, OWN, PASS_ON,
-    PRUNE, PRUNE_KEYS, REQUEUE, REVIVE_DEAD, SHIFT, STALE_GRANTS, TAKE, TAKE_GRANTS, TAKE_OVER,
-    UNLEASED, UNPARK, claim_on,
+    LOCK, LOCK_GRANTS, LOCK_LIMITS, LOOK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE,
+    OWN, PASS_ON, PRUNE, PRUNE_KEYS, REQUEUE, REVIVE_DEAD, SHIFT, SLOTS, STALE_GRANTS, TAKE,
+    TAKE_GRANTS, TAKE_OVER, TAKE_SLOTS, UNLEASED, UNPARK, claim_on,
 };
 
 const CLAIM_STATEMENT: Statement = statement(
     "claim",
-    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8",
+    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, text[]",
     CLAIM,
 );
 
 const CLAIM_WITH_KEYS_STATEMENT: Statement = statement(
     "claim_with_keys",
-    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8",
+    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, text[]",
     CLAIM_WITH_KEYS,
 );
 
@@ -44,6 +44,8 @@ async fn believed_empty(bed: &Bed) {
         "uniques",
         "key_grants",
         "pauses",
+        "queue_limits",
+        "queue_slots",
     ] {
         bed.execute(&format!("alter table jobq.{table} set (autovacuum_enabled = off)")).await;
         bed.execute(&format!("alter table jobq.{table} set unlogged")).await;
@@ -74,7 +76,7 @@ fn claim_of(queue: &str, floor: &str, id: i64) -> String {
     format!(
         "array[1], array['{queue}'], array[100], array_fill('{queue}'::text, array[{n}]),
          array{bands:?}::int2[], array_fill({floor}::timestamptz, array[{n}]),
-         array_fill({id}::int8, array[{n}]), array['k'], array[1], 1"
+         array_fill({id}::int8, array[{n}]), array['k'], array[1], 1, '{{}}'"
     )
 }
 
@@ -229,6 +231,13 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
         statement("pass_on", "text[], int8[]", PASS_ON),
         statement("decide_grants", "text[], bool[], int8[], int8[], int8[], text[]", DECIDE_GRANTS),
         statement("stale_grants", "text, int8", STALE_GRANTS),
+        statement("lock_limits", "text[]", LOCK_LIMITS),
+        statement("slots", "text[], int8[]", SLOTS),
+        statement(
+            "take_slots",
+            "text[], int4[], int8[], int8[], text[], timestamptz[]",
+            TAKE_SLOTS,
+        ),
     ];
     believed_empty(&bed).await;
     let mut planned_on_empty = Server::connect(&bed).await;
@@ -241,6 +250,16 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
     bed.execute(
         "insert into jobq.jobs (kind, token, attempt, leased_by)
          select 'k', 1, 1, 1 from generate_series(1, 1000)",
+    )
+    .await;
+    bed.execute(
+        "insert into jobq.queue_limits (queue, max_running, rate_jobs, rate_per, burst)
+         values ('default', 50, 1, '1 second', 1)",
+    )
+    .await;
+    bed.execute(
+        "insert into jobq.queue_slots (queue, slot, job_id, token)
+         select 'default', n, n * 2, 1 from generate_series(1, 50) as n",
     )
     .await;
     fill(&bed, "default", 200_000, "-").await;
@@ -345,7 +364,17 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         format!("array[{}]::text[]", names.join(", "))
     };
     let nobody = "'{}'::int8[], '{}'::int8[], '{}'::int8[], '{}'::text[]";
-    let cases: [Case; 31] = [
+    let limited: &[(&str, f64)] = &[("jobs", 60.0), ("queue_slots", 110.0), ("queue_limits", 10.0)];
+    let cases: [Case; 34] = [
+        ("lock_limits", "array['default', 'other']".to_owned(), limited, 50.0),
+        ("slots", "array['default'], array[10]".to_owned(), limited, 500.0),
+        (
+            "take_slots",
+            "array['default'], array[3], array[77], array[1], array['default'], array[now()]"
+                .to_owned(),
+            limited,
+            50.0,
+        ),
         (
             "finish",
             format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")),
@@ -603,7 +632,8 @@ pub(super) async fn d4_claims_are_hot_updates(bed: Bed) {
         let mut claimed = 0;
         while claimed < JOBS {
             let claim = worker.asking("default", 100, floor);
-            let jobs = claim_on(&mut server.connection, bed.store.schema(), &claim, false).await;
+            let jobs =
+                claim_on(&mut server.connection, bed.store.schema(), &claim, false, &[]).await;
             let jobs = jobs.expect("claims").jobs;
             assert_eq!(jobs.len(), 100, "after {claimed}");
             claimed += 100;

@@ -19,6 +19,7 @@ use crate::error::Result;
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
 use crate::key::JobKey;
+use crate::limit::{LimitedQueue, QueueLimit};
 use crate::unique::UniqueKey;
 
 /// Makes targets of what a transaction can be open on. Used in a store's `insert`, where
@@ -157,7 +158,8 @@ pub(crate) trait Store: Send + Sync + 'static {
     ///
     /// No two callers are given the same job. Each claim raises the job's token. None is of a queue
     /// or kind whose pause was there when the claim began; the reply says which were. Of jobs with one
-    /// key only the one that has the grant may run; see [`Turn`].
+    /// key only the one that has the grant may run; see [`Turn`]. Of a limited queue it takes no more
+    /// than its limit leaves.
     fn claim<'a>(&'a self, claim: &'a Claim) -> BoxFuture<'a, Result<Claimed>>;
 
     /// Decides who has the grants of keys, and makes those who wait for theirs claimable; returns how
@@ -293,6 +295,21 @@ pub(crate) trait Store: Send + Sync + 'static {
 
     /// Everything that is paused, by scope and name.
     fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>>;
+
+    // ---- limits -----------------------------------------------------------------------------
+
+    /// Limits a queue, from the next claim on. What it had as a limit before is replaced.
+    fn limit_queue<'a>(
+        &'a self,
+        queue: &'a str,
+        limit: &'a QueueLimit,
+    ) -> BoxFuture<'a, Result<()>>;
+
+    /// Ends a queue's limit. False if there was none.
+    fn unlimit_queue<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<bool>>;
+
+    /// Every queue that is limited, by name.
+    fn limits(&self) -> BoxFuture<'_, Result<Vec<LimitedQueue>>>;
 
     // ---- seeing and mending -----------------------------------------------------------------
 
@@ -475,6 +492,8 @@ pub(crate) struct Claimed {
     pub(crate) sessions_live: bool,
     /// What it did not look at.
     pub(crate) paused: Paused,
+    /// What the limits of queues let it take.
+    pub(crate) limited: Vec<Allowed>,
     /// The jobs, in claim order within each queue.
     pub(crate) jobs: Vec<ClaimedJob>,
 }
@@ -484,6 +503,15 @@ pub(crate) struct Claimed {
 pub(crate) struct Paused {
     pub(crate) queues: Vec<String>,
     pub(crate) kinds: Vec<String>,
+}
+
+/// What a queue's limit lets a claim take. Of a queue that allows none, nothing is looked at.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Allowed {
+    pub(crate) queue: String,
+    pub(crate) jobs: u32,
+    /// How long until its rate lets one more start, if that is what held it up.
+    pub(crate) next: Option<Duration>,
 }
 
 /// A job that was claimed.

@@ -12,6 +12,7 @@ use sqlx::Row;
 use sqlx::mysql::{MySqlConnection, MySqlRow};
 
 use super::due::{DUE, Key, LOCK_JOBS, Range, band_has_any, jobs_by_id};
+use super::limit::{self, LIMITED, limited_queue};
 use super::pause::{PAUSED, is_pause, read_paused};
 use super::{
     Beat, BeatReply, CHECK_FAILED, Claim, Claimed, Floor, LIST, MysqlStore, NewSession, Paused,
@@ -297,20 +298,41 @@ pub(super) async fn claim_on(
         seen_to: look.now,
         sessions_live: look.live,
         paused: look.paused,
+        limited: Vec::new(),
         jobs: Vec::new(),
     };
     if !look.live || look.pages.is_empty() {
         return Ok(claimed);
     }
     let mut text = "begin; ".to_owned();
+    let places = look.pages.keys().map(|n| &wanted.places[*n]);
+    let limited: BTreeSet<(String, u32)> = places
+        .filter(|place| look.limited.contains(&place.range.queue))
+        .map(|place| (place.range.queue.clone(), place.limit))
+        .collect();
+    let (mut gates, mut gates_at) = (Vec::new(), look.now);
+    if !limited.is_empty() {
+        (gates, gates_at) = limit::lock(connection, schema, &limited).await?;
+        text.clear();
+        for gate in &gates {
+            let asked = limited.iter().find(|(queue, _)| *queue == gate.queue);
+            let allowed = gate.allows(asked.map_or(0, |(_, asked)| *asked), gates_at);
+            claimed.limited.push(allowed);
+        }
+    }
     let mut taken: HashMap<&str, usize> = HashMap::new();
     for (n, mut page) in look.pages {
         let place = &wanted.places[n];
+        let allowed = claimed.limited.iter().find(|allowed| allowed.queue == place.range.queue);
+        let most = allowed.map_or(place.limit, |allowed| allowed.jobs) as usize;
+        if most == 0 {
+            continue;
+        }
         let taken = taken.entry(place.range.queue.as_str()).or_default();
         let mut jobs = Vec::new();
         let mut keys = place.first_page();
         loop {
-            let left = (place.limit as usize).saturating_sub(*taken + jobs.len());
+            let left = most.saturating_sub(*taken + jobs.len());
             let free: Vec<i64> = page.iter().filter(|key| key.fits).map(|key| key.id).collect();
             if left > 0 && !free.is_empty() {
                 text.push_str(&wanted.lock_statement(n, free, look.now, left));
@@ -327,7 +349,7 @@ pub(super) async fn claim_on(
             let (true, Some(last)) = (page.len() >= keys as usize, page.last()) else {
                 break;
             };
-            if *taken + jobs.len() >= place.limit as usize {
+            if *taken + jobs.len() >= most {
                 break;
             }
             keys = place.next_page(keys);
@@ -346,7 +368,10 @@ pub(super) async fn claim_on(
     // It was sent with the first that were locked.
     let begun = text.is_empty();
     keys::decide_turns(connection, schema, &mut claimed.jobs).await?;
-    if begun && !lease(connection, schema, wanted, &claimed.jobs).await? {
+    let hurries = !limited.is_empty() || claimed.jobs.iter().any(|job| job.key.is_some());
+    let commit = if hurries { keys::COMMIT } else { "commit" };
+    let end = limit::take_statements(&gates, &claimed.jobs, gates_at) + commit;
+    if begun && !lease(connection, schema, wanted, &claimed.jobs, &end).await? {
         claimed.sessions_live = false;
         claimed.jobs.clear();
     }
@@ -360,6 +385,8 @@ struct Look {
     live: bool,
     /// What is paused; the pages have nothing of that.
     paused: Paused,
+    /// Which queues are limited.
+    limited: Vec<String>,
     /// The first keys of each place that has something to claim, in the order of the places.
     pages: BTreeMap<usize, Vec<Key>>,
 }
@@ -373,7 +400,8 @@ async fn look(
     loop {
         let (known, unknown): (Vec<usize>, Vec<usize>) =
             (0..wanted.places.len()).partition(|n| met.contains(&wanted.places[*n].band()));
-        let text = format!("{}; {PAUSED}", look_statement(wanted, &known, &unknown));
+        let look = look_statement(wanted, &known, &unknown);
+        let text = format!("{look}; {PAUSED}; {LIMITED}");
         let found = rows(connection, schema, &text).await?;
         let (head, keys) = found.split_first().ok_or(sqlx::Error::RowNotFound)?;
         let mut unread = false;
@@ -387,6 +415,8 @@ async fn look(
             continue;
         }
         let (pauses, keys): (Vec<_>, Vec<_>) = keys.iter().partition(|row| is_pause(row));
+        let limited: Vec<String> = keys.iter().filter_map(|row| limited_queue(row)).collect();
+        let keys = keys.into_iter().filter(|row| row.try_column("place").is_ok());
         let paused = wanted.paused(read_paused(pauses)?);
         let mut pages: BTreeMap<usize, Vec<Key>> = BTreeMap::new();
         for row in keys {
@@ -406,6 +436,7 @@ async fn look(
             now: Timestamp(get(head, "now")?),
             live: get::<i64>(head, "live")? == wanted.sessions.len() as i64,
             paused,
+            limited,
             pages,
         });
     }
@@ -461,7 +492,7 @@ impl Met {
     }
 }
 
-/// Leases locked jobs to their sessions, and commits; false if a session is not live any more.
+/// Leases locked jobs to their sessions, and does what `end` says, which commits; false if a session is not live any more.
 ///
 /// The sessions are locked: a sweep that closes one waits until this has committed, and so rescues its
 /// jobs too. All of it is one text: their heartbeats wait for the server at most, never for us.
@@ -470,10 +501,10 @@ async fn lease(
     schema: &Schema,
     wanted: &Wanted,
     jobs: &[ClaimedJob],
+    end: &str,
 ) -> sqlx::Result<bool> {
-    let commit = if jobs.iter().any(|job| job.key.is_some()) { keys::COMMIT } else { "commit" };
     if jobs.iter().all(|job| job.turn != Turn::Runs) {
-        execute(connection, schema, commit).await?;
+        execute(connection, schema, end).await?;
         return Ok(true);
     }
     let mut by_session: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
@@ -494,7 +525,7 @@ async fn lease(
         ));
         write!(text, "{all}; ").expect("text grows");
     }
-    text.push_str(commit);
+    text.push_str(end);
     match execute(connection, schema, &text).await {
         Ok(_) => Ok(true),
         Err(error) if number(&error) == Some(CHECK_FAILED) => {

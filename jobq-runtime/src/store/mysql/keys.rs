@@ -21,9 +21,10 @@ use crate::store::{BlockedKey, ClaimedJob, StaleGrants, Turn};
 /// The most keys that one transaction is about.
 const KEYS: usize = 100;
 
-/// Claims of jobs with the same keys wait for a transaction that has locked grants: should we stop in the
-/// middle of it (the process is paused, the network cut), it is rolled back soon.
-const HURRY: &str = "set session wait_timeout = 3";
+/// Claims of jobs with the same keys wait for a transaction that has locked grants, and those of a limited
+/// queue for one that has locked its limit: should we stop in the middle of it (the process is paused, the
+/// network cut), it is rolled back soon.
+pub(super) const HURRY: &str = "set session wait_timeout = 3";
 
 /// What ends a transaction, and [`HURRY`].
 pub(super) const COMMIT: &str = "commit; set session wait_timeout = 14";

@@ -17,6 +17,7 @@ mod claim;
 mod due;
 mod insert;
 mod keys;
+mod limit;
 mod look;
 mod pause;
 mod settle;
@@ -48,6 +49,7 @@ use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::limit::{LimitedQueue, QueueLimit};
 use crate::unique::UniqueKey;
 
 use settle::complete_on;
@@ -589,6 +591,22 @@ impl Store for MysqlStore {
         Box::pin(async move { read_pauses(within("list pauses", self.pauses()).await?) })
     }
 
+    fn limit_queue<'a>(
+        &'a self,
+        queue: &'a str,
+        limit: &'a QueueLimit,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(within("limit a queue", self.limit_queue(queue, limit)))
+    }
+
+    fn unlimit_queue<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("end a queue's limit", self.unlimit_queue(queue)))
+    }
+
+    fn limits(&self) -> BoxFuture<'_, Result<Vec<LimitedQueue>>> {
+        Box::pin(within("list limits", self.limits()))
+    }
+
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {
         Box::pin(self.job(id))
     }
@@ -647,6 +665,7 @@ pub(crate) mod statements {
         behind_statement, lock_waiting_statement, next_statement, stale_statement,
         take_grants_statement,
     };
+    pub(crate) use super::limit::{LIMITED, lock_limit_statement, slots_statements};
     pub(crate) use super::look::redrivable_statement;
     pub(crate) use super::pause::PAUSED;
     pub(crate) use super::settle::{finish_statement, forget_statement, held_statement};

@@ -11,11 +11,12 @@ use jobq_core::time::micros;
 use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 
+use super::limit::{claim_limited, not_yet_allowed};
 use super::{
     Beat, BeatReply, Claim, Claimed, NewSession, Paused, PostgresStore, Schema, Time, sql,
 };
 use crate::key::JobKey;
-use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
+use crate::store::{ClaimedJob, QueueClaim, Turn, job_key, metadata_map, tags_list};
 
 impl PostgresStore {
     pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
@@ -56,7 +57,20 @@ impl PostgresStore {
     pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
         let mut connection = self.own().await?;
         let keyed = self.meets_keys.load(Ordering::Relaxed);
-        let mut claimed = claim_on(&mut connection, &self.schema, claim, keyed).await?;
+        let mut claimed = claim_on(&mut connection, &self.schema, claim, keyed, &[]).await?;
+        let mut limited = claim.clone();
+        let is_limited =
+            |asked: &QueueClaim| claimed.limited.iter().any(|it| it.queue == asked.queue);
+        limited.queues.retain(is_limited);
+        if !limited.queues.is_empty() && claimed.sessions_live {
+            let more = claim_limited(&mut connection, &self.schema, &limited, keyed).await?;
+            claimed.sessions_live = more.sessions_live;
+            claimed.seen_to = claimed.seen_to.min(more.seen_to);
+            claimed.limited = more.limited;
+            claimed.paused.queues.extend(more.paused.queues);
+            claimed.paused.kinds.extend(more.paused.kinds);
+            claimed.jobs.extend(more.jobs);
+        }
         connection.hand_back();
         if claimed.jobs.iter().any(|job| job.key.is_some()) {
             self.meets_keys.store(true, Ordering::Relaxed);
@@ -131,6 +145,7 @@ pub(crate) async fn claim_on(
     schema: &Schema,
     claim: &Claim,
     keyed: bool,
+    within_limits: &[String],
 ) -> sqlx::Result<Claimed> {
     let sessions = claim.sessions();
     let kinds: Vec<&str> = claim.kinds.iter().map(|(kind, _)| kind.as_str()).collect();
@@ -158,6 +173,7 @@ pub(crate) async fn claim_on(
         .bind(kinds)
         .bind(kind_sessions)
         .bind(sessions.len() as i64)
+        .bind(within_limits)
         .fetch_all(connection)
         .await?;
     let head = rows.first().ok_or(sqlx::Error::RowNotFound)?;
@@ -169,6 +185,7 @@ pub(crate) async fn claim_on(
         seen_to: head.try_get::<Time, _>("now")?.0,
         sessions_live: head.try_get("live")?,
         paused,
+        limited: not_yet_allowed(head.try_get("limited")?),
         jobs: Vec::new(),
     };
     for row in &rows {
@@ -183,14 +200,19 @@ pub(crate) async fn claim_on(
 // so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
 // table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
 // lost: the sweep finds it. What is paused is read once, with the same snapshot: queues that are
-// paused are not looked at, and of the others only kinds that are not.
+// paused are not looked at, and of the others only kinds that are not. Neither are queues that are
+// limited, but for those ($11) of which this transaction has locked the limits.
 macro_rules! claim_statement {
     ($grants:literal, $has_grant:literal) => {
         concat!(
             "
     with paused as materialized (
         select coalesce(array_agg(name) filter (where scope = 'queue'), '{}') as queues,
-               coalesce(array_agg(name) filter (where scope = 'kind'), '{}') as kinds
+               coalesce(array_agg(name) filter (where scope = 'kind'), '{}') as kinds,
+               array(
+                   select queue from jobq.queue_limits
+                   where queue = any($2) and queue <> all ($11)
+               ) as limited
         from jobq.pauses
     ),
     live as materialized (
@@ -225,7 +247,7 @@ macro_rules! claim_statement {
             where floor.queue = wanted.queue
             limit wanted.jobs
         ) as found
-        where wanted.queue <> all (paused.queues)
+        where wanted.queue <> all (paused.queues) and wanted.queue <> all (paused.limited)
     ),
     taken as (
         update jobq.jobs as job
@@ -245,6 +267,7 @@ macro_rules! claim_statement {
            (select count(*) from live) = $10 as live,
            paused.queues as paused_queues,
            paused.kinds as paused_kinds,
+           paused.limited,
            taken.*, ",
             $has_grant,
             " as has_grant

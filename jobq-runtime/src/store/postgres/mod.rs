@@ -9,6 +9,7 @@
 mod claim;
 mod insert;
 mod keys;
+mod limit;
 mod look;
 mod pause;
 mod settle;
@@ -41,6 +42,7 @@ use crate::enqueue::Enqueued;
 use crate::error::{Error, Result, is_connection_loss};
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::limit::{LimitedQueue, QueueLimit};
 use crate::store::Floor;
 use crate::unique::UniqueKey;
 
@@ -53,6 +55,7 @@ pub(crate) mod statements {
     pub(crate) use super::keys::{
         Claimant, DECIDE_GRANTS, LOCK_GRANTS, PASS_ON, STALE_GRANTS, TAKE_GRANTS, turns_on,
     };
+    pub(crate) use super::limit::{LOCK_LIMITS, SLOTS, TAKE_SLOTS};
     pub(crate) use super::look::REVIVE_DEAD;
     pub(crate) use super::own_options;
     pub(crate) use super::settle::{
@@ -445,6 +448,22 @@ impl Store for PostgresStore {
 
     fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>> {
         Box::pin(async move { read_pauses(within("list pauses", self.pauses()).await?) })
+    }
+
+    fn limit_queue<'a>(
+        &'a self,
+        queue: &'a str,
+        limit: &'a QueueLimit,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(within("limit a queue", self.limit_queue(queue, limit)))
+    }
+
+    fn unlimit_queue<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("end a queue's limit", self.unlimit_queue(queue)))
+    }
+
+    fn limits(&self) -> BoxFuture<'_, Result<Vec<LimitedQueue>>> {
+        Box::pin(within("list limits", self.limits()))
     }
 
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {

@@ -12,10 +12,11 @@ use sqlx::sqlite::{SqliteConnection, SqliteRow};
 
 use super::{
     Beat, BeatReply, Claim, Claimed, Floor, HEARTBEATS_FIRST, NewSession, Paused, Schema,
-    SqliteStore, count, get, json, keys, sql,
+    SqliteStore, count, get, json, keys, limit, sql,
 };
 use crate::key::JobKey;
-use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
+use crate::limit::Gate;
+use crate::store::{Allowed, ClaimedJob, Turn, job_key, metadata_map, tags_list};
 
 impl SqliteStore {
     pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
@@ -73,7 +74,12 @@ impl SqliteStore {
         let mut looks = !self.found_last_time.load(Ordering::Relaxed);
         loop {
             if looks {
-                let look = look(&mut *self.reader().await?, &self.schema, &wanted).await?;
+                let mut reader = self.reader().await?;
+                let mut look = look(&mut reader, &self.schema, &wanted).await?;
+                if !look.due.is_empty() {
+                    limit::ask(&mut reader, &self.schema, &wanted, &mut look).await?;
+                }
+                drop(reader);
                 if look.sessions == Sessions::Live && look.due.is_empty() {
                     let locked_at = Timestamp(self.locked_at.load(Ordering::Relaxed));
                     return Ok(look.empty_handed(locked_at.min(look.now)));
@@ -85,11 +91,12 @@ impl SqliteStore {
             let (schema, wanted) = (self.schema.clone(), Arc::clone(&wanted));
             let locked_at = Arc::clone(&self.locked_at);
             let claimed = self.write(async move |locked| {
-                let look = self::look(locked, &schema, &wanted).await?;
+                let mut look = self::look(locked, &schema, &wanted).await?;
+                let gates = limit::ask(locked, &schema, &wanted, &mut look).await?;
                 locked_at.store(look.now.0, Ordering::Relaxed);
                 let had_time = looks && locked.waited <= HEARTBEATS_FIRST;
                 match look.sessions {
-                    Sessions::Live => take(locked, &schema, &wanted, look).await.map(Some),
+                    Sessions::Live => take(locked, &schema, &wanted, look, &gates).await.map(Some),
                     Sessions::Expired if !had_time => Ok(None),
                     Sessions::Expired | Sessions::Closed => Ok(Some(look.empty_handed(look.now))),
                 }
@@ -161,22 +168,22 @@ impl SqliteStore {
 }
 
 /// A claim as the statements take it.
-struct Wanted {
+pub(super) struct Wanted {
     sessions: Vec<i64>,
     /// The session for each kind.
     by_kind: HashMap<String, SessionId>,
     /// The kinds as a list.
     kinds: String,
     /// Every band of every queue and its floor, in the order in which they are looked at.
-    places: Vec<Place>,
+    pub(super) places: Vec<Place>,
     /// `places` as a table: queue, band, and the two numbers of the floor.
     floors: String,
 }
 
-struct Place {
-    queue: String,
+pub(super) struct Place {
+    pub(super) queue: String,
     /// How many jobs may be claimed from the queue, all its bands together.
-    limit: u32,
+    pub(super) limit: u32,
     band: i16,
     floor: Floor,
 }
@@ -220,13 +227,15 @@ impl Wanted {
 }
 
 /// What a claim sees before it writes.
-struct Look {
-    now: Timestamp,
+pub(super) struct Look {
+    pub(super) now: Timestamp,
     sessions: Sessions,
     /// What is paused; of that, nothing is due.
     paused: Paused,
+    /// What the limits of queues allow; of those that allow nothing, nothing is due.
+    pub(super) limited: Vec<Allowed>,
     /// Which of the wanted places have something to claim.
-    due: Vec<usize>,
+    pub(super) due: Vec<usize>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -239,7 +248,8 @@ enum Sessions {
 impl Look {
     fn empty_handed(&self, seen_to: Timestamp) -> Claimed {
         let sessions_live = self.sessions == Sessions::Live;
-        Claimed { seen_to, sessions_live, paused: self.paused.clone(), jobs: Vec::new() }
+        let (paused, limited) = (self.paused.clone(), self.limited.clone());
+        Claimed { seen_to, sessions_live, paused, limited, jobs: Vec::new() }
     }
 }
 
@@ -311,7 +321,7 @@ async fn look(
     let paused = wanted.paused(&paused_queues, &paused_kinds);
     let mut due: Vec<usize> = serde_json::from_str(&due).unwrap_or_default();
     due.sort_unstable();
-    Ok(Look { now: Timestamp(now), sessions, paused, due })
+    Ok(Look { now: Timestamp(now), sessions, paused, limited: Vec::new(), due })
 }
 
 /// Claims from the places that have something, in their order, up to each queue's limit.
@@ -320,6 +330,7 @@ async fn take(
     schema: &Schema,
     wanted: &Wanted,
     look: Look,
+    gates: &[Gate],
 ) -> sqlx::Result<Claimed> {
     let kinds = wanted.by_kind.keys().filter(|kind| !look.paused.kinds.contains(kind));
     let kinds = json(kinds.collect::<Vec<_>>());
@@ -327,7 +338,9 @@ async fn take(
     let mut taken: HashMap<&str, u32> = HashMap::new();
     for place in look.due.iter().filter_map(|n| wanted.places.get(*n)) {
         let taken = taken.entry(place.queue.as_str()).or_default();
-        let left = place.limit.saturating_sub(*taken);
+        let allowed = look.limited.iter().find(|allowed| allowed.queue == place.queue);
+        let most = allowed.map_or(place.limit, |allowed| allowed.jobs);
+        let left = most.saturating_sub(*taken);
         if left > 0 {
             let mut found = due(connection, schema, wanted, &kinds, place, look.now, left).await?;
             keys::decide_turns(connection, schema, &mut found).await?;
@@ -336,7 +349,9 @@ async fn take(
             jobs.extend(found);
         }
     }
-    Ok(Claimed { seen_to: look.now, sessions_live: true, paused: look.paused, jobs })
+    limit::take(connection, schema, gates, &jobs, look.now).await?;
+    let Look { now, paused, limited, .. } = look;
+    Ok(Claimed { seen_to: now, sessions_live: true, paused, limited, jobs })
 }
 
 /// The due jobs of a place, in order, as they will be once they are leased.

@@ -16,6 +16,7 @@
 mod claim;
 mod insert;
 mod keys;
+mod limit;
 mod look;
 mod pause;
 mod settle;
@@ -52,6 +53,7 @@ use crate::enqueue::Enqueued;
 use crate::error::{Error, Result};
 use crate::handler::BoxFuture;
 use crate::job::CheckedJob;
+use crate::limit::{LimitedQueue, QueueLimit};
 use crate::unique::UniqueKey;
 
 use settle::complete_on;
@@ -453,6 +455,22 @@ impl Store for SqliteStore {
 
     fn pauses(&self) -> BoxFuture<'_, Result<Vec<Pause>>> {
         Box::pin(async move { read_pauses(within("list pauses", self.pauses()).await?) })
+    }
+
+    fn limit_queue<'a>(
+        &'a self,
+        queue: &'a str,
+        limit: &'a QueueLimit,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(within("limit a queue", self.limit_queue(queue, limit)))
+    }
+
+    fn unlimit_queue<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(within("end a queue's limit", self.unlimit_queue(queue)))
+    }
+
+    fn limits(&self) -> BoxFuture<'_, Result<Vec<LimitedQueue>>> {
+        Box::pin(within("list limits", self.limits()))
     }
 
     fn job(&self, id: JobId) -> BoxFuture<'_, Result<Lookup>> {

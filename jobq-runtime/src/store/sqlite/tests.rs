@@ -24,6 +24,7 @@ use crate::enqueue::EnqueueTarget;
 use crate::enqueue::Enqueued;
 use crate::job::{CheckedDue, CheckedUnique};
 use crate::key::JobKey;
+use crate::limit::QueueLimit;
 use crate::store::{ClaimedJob, Completion, QueueClaim, Turn};
 
 const LEASE: Duration = Duration::from_secs(60);
@@ -616,6 +617,15 @@ async fn plans_do_not_depend_on_statistics() {
         assert_eq!(store.next_due(&queues, &kinds).await.expect("no error"), None);
         assert!(store.resume(PauseScope::Queue, "images").await.expect("no error"));
         taken("what is paused").await;
+        store.limit_queue("images", &QueueLimit::running(3)).await.expect("no error");
+        taken("limiting").await;
+        let claimed = store.claim(&claim_from(session, 40, floor)).await.expect("no error");
+        assert_eq!(claimed.jobs.len(), 3);
+        taken("claiming up to a limit").await;
+        let claimed = store.claim(&claim_from(session, 40, floor)).await.expect("no error");
+        assert_eq!(claimed.jobs.len(), 0);
+        assert!(store.unlimit_queue("images").await.expect("no error"));
+        taken("nothing is free").await;
         let to = Floor { run_after: Timestamp::INFINITY, id: 0 };
         let late = store.unleased("images", 0, floor, to, 10).await.expect("no error");
         assert_eq!(late.len(), 10);
