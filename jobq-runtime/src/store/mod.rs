@@ -969,6 +969,32 @@ pub(crate) fn job_key(text: Option<String>, on_block: Option<&str>) -> Option<Jo
     text.map(|text| JobKey { text, on_block })
 }
 
+/// Does a whole transaction again as long as it ends with a conflict: the server has ended it for the
+/// sake of another one.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+async fn again<T, F>(
+    is_conflict: fn(&sqlx::Error) -> bool,
+    mut transaction: impl FnMut() -> F,
+) -> sqlx::Result<T>
+where
+    F: Future<Output = sqlx::Result<T>>,
+{
+    /// Tries at one transaction.
+    const TRIES: u32 = 8;
+    let mut tried = 0;
+    loop {
+        tried += 1;
+        match transaction().await {
+            Err(error) if is_conflict(&error) && tried < TRIES => {
+                tracing::debug!(tried, "a conflict; doing the transaction again");
+                let wait = Duration::from_millis(1 << tried).mul_f64(rand::random());
+                tokio::time::sleep(wait).await;
+            }
+            done => return done,
+        }
+    }
+}
+
 /// A pause as it is stored: its scope's word, its name, since when in microseconds, and why.
 pub(crate) type StoredPause = (String, String, i64, Option<String>);
 

@@ -119,9 +119,6 @@ fn killed() -> sqlx::Error {
     sqlx::Error::Protocol("the server says that a statement succeeded that it has not run".into())
 }
 
-/// Tries at a transaction that the server ended for the sake of another one.
-const TRIES: u32 = 8;
-
 /// The most ids in one list: MariaDB makes a join of a longer one.
 const LIST: usize = 500;
 
@@ -303,22 +300,11 @@ const DEADLOCK: u16 = 1213;
 const CHANGED_SINCE_SNAPSHOT: u16 = 1020;
 
 /// Does a whole transaction again as long as the server ends it for the sake of another one.
-async fn again<T, F>(mut transaction: impl FnMut() -> F) -> sqlx::Result<T>
+async fn again<T, F>(transaction: impl FnMut() -> F) -> sqlx::Result<T>
 where
     F: Future<Output = sqlx::Result<T>>,
 {
-    let mut tried = 0;
-    loop {
-        tried += 1;
-        match transaction().await {
-            Err(error) if is_conflict(&error) && tried < TRIES => {
-                tracing::debug!(tried, "a conflict; doing the transaction again");
-                let wait = Duration::from_millis(1 << tried).mul_f64(rand::random());
-                tokio::time::sleep(wait).await;
-            }
-            done => return done,
-        }
-    }
+    super::again(is_conflict, transaction).await
 }
 
 fn is_conflict(error: &sqlx::Error) -> bool {

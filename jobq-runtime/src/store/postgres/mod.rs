@@ -184,23 +184,11 @@ async fn within<T>(
 }
 
 /// Does a whole transaction again as long as the server ends it for the sake of another one.
-async fn again<T, F>(mut transaction: impl FnMut() -> F) -> sqlx::Result<T>
+async fn again<T, F>(transaction: impl FnMut() -> F) -> sqlx::Result<T>
 where
     F: Future<Output = sqlx::Result<T>>,
 {
-    const TRIES: u32 = 8;
-    let mut tried = 0;
-    loop {
-        tried += 1;
-        match transaction().await {
-            Err(error) if is_conflict(&error) && tried < TRIES => {
-                tracing::debug!(tried, "a conflict; doing the transaction again");
-                let wait = Duration::from_millis(1 << tried).mul_f64(rand::random());
-                tokio::time::sleep(wait).await;
-            }
-            done => return done,
-        }
-    }
+    super::again(is_conflict, transaction).await
 }
 
 /// A deadlock, or at REPEATABLE READ and above a row that was written after the snapshot.
