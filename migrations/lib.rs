@@ -106,6 +106,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Postgres,
                 text: include_str!("postgres/0005_limits.sql"),
             },
+            Migration {
+                version: 6,
+                name: "rules",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0006_rules.sql"),
+            },
         ],
         Dialect::Mysql => &[
             Migration {

@@ -271,6 +271,7 @@ fn missing(error: &sqlx::Error) -> Option<(jobq_migrations::Dialect, i64)> {
     };
     // At most the version before the step that makes what is missing.
     let found = match () {
+        () if says("rules") || says(".turn") => 5,
         () if says("queue_limits") || says("queue_slots") => 4,
         () if says("pauses") => 3,
         () if ["key_grants", "job_key", "on_block"].into_iter().any(says) => 2,

@@ -11,7 +11,7 @@ use crate::store::postgres::statements::own_options;
 #[derive(Clone, Copy)]
 pub(crate) struct Statement {
     name: &'static str,
-    types: &'static str,
+    pub(crate) types: &'static str,
     text: &'static str,
 }
 
@@ -39,7 +39,8 @@ impl Server {
 
     pub(crate) async fn prepare(&mut self, statement: Statement) {
         let text = statement.text.replace("jobq.", &format!("{}.", self.schema));
-        let prepare = format!("prepare {} ({}) as {text}", statement.name, statement.types);
+        let prepare =
+            format!("prepare {}{} as {text}", statement.name, in_brackets(statement.types));
         self.run(&prepare).await;
     }
 
@@ -50,13 +51,19 @@ impl Server {
 
     /// Runs a prepared statement and says what it did.
     pub(crate) async fn explain(&mut self, name: &str, arguments: &str) -> Plan {
-        let text = format!("explain (analyze, buffers, format json) execute {name}({arguments})");
+        let arguments = in_brackets(arguments);
+        let text = format!("explain (analyze, buffers, format json) execute {name}{arguments}");
         let row = sqlx::query(sqlx::AssertSqlSafe(text)).fetch_one(&mut self.connection).await;
         let row = row.unwrap_or_else(|error| panic!("{name}: {error}"));
         let text: String = row.try_get_unchecked(0).expect("JSON is text");
         let plan: Value = serde_json::from_str(&text).expect("PostgreSQL writes JSON");
         Plan(plan[0]["Plan"].clone())
     }
+}
+
+/// Nothing if there are none.
+fn in_brackets(list: &str) -> String {
+    if list.is_empty() { String::new() } else { format!("({list})") }
 }
 
 /// What a statement did.

@@ -163,6 +163,51 @@ pub(super) async fn o3_a_limit_can_be_changed_while_jobs_run(bed: Bed) {
     assert!(worker.claim(1).await.is_empty(), "what had a place is counted");
 }
 
+/// And so do the places: no more of them are ever looked at than the limit has.
+pub(super) async fn o3_a_limit_changed_by_hand_holds_too(bed: Bed) {
+    let worker = bed.session(LEASE, &["k"]).await;
+    enqueue(&bed, 20).await;
+    worker.claim_one().await;
+    bed.execute("insert into jobq.queue_limits (queue, max_running) values ('default', 1)").await;
+    assert!(worker.claim(5).await.is_empty(), "it has no places yet");
+    limit(&bed, 9).await;
+    assert_eq!(worker.claim(20).await.len(), 9);
+    bed.execute("update jobq.queue_limits set max_running = 2").await;
+    assert!(worker.claim(20).await.is_empty());
+    bed.execute("delete from jobq.queue_limits").await;
+    assert_eq!(worker.claim(7).await.len(), 7);
+    bed.execute("delete from jobq.jobs where leased_by <> 0").await;
+    limit(&bed, 2).await;
+    assert_eq!(bed.count("queue_slots").await, 2);
+    assert_eq!(worker.claim(20).await.len(), 2);
+}
+
+/// Its claim waits for the limit, finds that it is not what it has seen, and looks again.
+#[cfg(feature = "postgres")]
+pub(super) async fn o3_a_claim_that_another_was_quicker_than_takes_what_is_left(bed: Bed) {
+    use sqlx::Executor;
+    limit(&bed, 2).await;
+    enqueue(&bed, 5).await;
+    let worker = bed.session(LEASE, &["k"]).await;
+    let mut tx = bed.postgres_pool().begin().await.expect("begins");
+    for statement in [
+        "update jobq.queue_limits set turn = turn + 1",
+        "update jobq.jobs set leased_by = 1, token = 1 where id = (select min(id) from jobq.jobs)",
+        "update jobq.queue_slots set job_id = (select min(id) from jobq.jobs), token = 1
+         where slot = 1",
+    ] {
+        tx.execute(bed.statement(statement)).await.expect("updates");
+    }
+    let claim = worker.asking("default", 5, Floor::START);
+    let store = bed.store.clone();
+    let claimed = tokio::spawn(async move { store.claim(&claim).await });
+    bed.until_one_waits_for_a_lock().await;
+    tx.commit().await.expect("commits");
+    let claimed = claimed.await.expect("ends").expect("claims");
+    assert_eq!((claimed.jobs.len(), claimed.limited[0].jobs), (1, 1));
+    assert_places_are_right(&bed).await;
+}
+
 /// At no time, whatever is claimed, ended and changed side by side.
 pub(super) async fn o3_a_limit_holds_among_claims_at_the_same_time(bed: Bed) {
     const JOBS: usize = 240;

@@ -263,6 +263,7 @@ on_every_database! {
         o6_a_name_or_reason_that_cannot_be_is_a_typed_error
         o6_a_pause_is_kept_and_shown_until_it_is_ended
         o6_a_pause_is_of_the_name_that_is_stored
+        o6_a_pause_written_by_hand_holds_too
         o6_a_paused_queue_is_claimed_in_order_once_it_is_resumed
         o6_a_worker_that_passed_by_a_paused_kind_comes_back_for_it
         o6_everything_but_claims_goes_on_while_all_is_paused
@@ -275,6 +276,7 @@ on_every_database! {
         o6_a_paused_job_keeps_its_place_among_those_with_its_key;
     limits:
         o3_a_limit_can_be_changed_while_jobs_run
+        o3_a_limit_changed_by_hand_holds_too
         o3_a_limit_holds_among_claims_at_the_same_time
         o3_a_limit_is_kept_and_shown_until_it_is_ended
         o3_a_limited_queue_can_be_paused
@@ -422,6 +424,8 @@ on_mysql_and_mariadb_only! {
 }
 
 on_postgres_only! {
+    limits:
+        o3_a_claim_that_another_was_quicker_than_takes_what_is_left;
     keys:
         o2_only_what_is_still_leased_and_not_to_be_cancelled_is_put_to_wait;
     enqueue:
@@ -454,7 +458,7 @@ on_postgres_only! {
         d4_operations_first_done_on_empty_tables_stay_cheap
         f1_a_claim_does_not_read_what_is_before_its_floor
         f1_a_claim_reads_only_the_rows_that_it_takes
-        o6_a_claim_reads_nothing_of_a_paused_queue;
+        o6_a_claim_reads_nothing_of_what_is_paused;
 }
 
 on_sqlite_only! {

@@ -91,6 +91,24 @@ pub(super) async fn o6_a_claim_after_a_pause_leases_nothing_of_it_on_any_worker(
     }
 }
 
+/// Whoever writes it: a person, or a worker of another version.
+pub(super) async fn o6_a_pause_written_by_hand_holds_too(bed: Bed) {
+    let worker = bed.session(LEASE, &["k"]).await;
+    bed.enqueue((0..4).map(|_| job("k")).collect()).await;
+    worker.claim_one().await;
+    for (scope, name) in [("queue", "default"), ("kind", "k")] {
+        let insert = format!("insert into jobq.pauses (scope, name) values ('{scope}', '{name}')");
+        bed.execute(&insert).await;
+        assert!(worker.claim(1).await.is_empty(), "{scope}");
+        bed.execute("update jobq.pauses set name = 'other'").await;
+        worker.claim_one().await;
+        bed.execute(&format!("update jobq.pauses set name = '{name}'")).await;
+        assert!(worker.claim(1).await.is_empty(), "{scope}");
+        bed.execute("delete from jobq.pauses").await;
+    }
+    worker.claim_one().await;
+}
+
 /// Claims that begin once a pause has returned bring nothing, whatever other claims are in flight.
 pub(super) async fn o6_no_pause_is_overlooked_by_claims_at_the_same_time(bed: Bed) {
     const JOBS: usize = 300;

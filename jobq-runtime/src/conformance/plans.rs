@@ -9,25 +9,36 @@ use sqlx::Connection;
 use super::bed::Bed;
 use super::explain::{Server, Statement, statement};
 use super::worker::job;
-use crate::store::Floor;
 use crate::store::postgres::statements::{
-    BURY, CLAIM, CLAIM_WITH_KEYS, DECIDE_GRANTS, EXTEND, FINISH, FINISH_AND_LOCK, HELD, KEYS_AFTER,
-    LOCK, LOCK_GRANTS, LOCK_LIMITS, LOOK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE,
-    OWN, PASS_ON, PRUNE, PRUNE_KEYS, REQUEUE, REVIVE_DEAD, SHIFT, SLOTS, STALE_GRANTS, TAKE,
-    TAKE_GRANTS, TAKE_OVER, TAKE_SLOTS, UNLEASED, UNPARK, claim_on,
+    BURY, CLAIM, CLAIM_LIMITED, CLAIM_LIMITED_WITH_KEYS, CLAIM_WITH_KEYS, DECIDE_GRANTS, EXTEND,
+    FINISH, FINISH_AND_LOCK, HELD, KEYS_AFTER, LOCK, LOCK_GRANTS, LOCK_LIMITS, LOOK,
+    LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE, OWN, PASS_ON, PRUNE, PRUNE_KEYS,
+    REQUEUE, REVIVE_DEAD, RULES, Reply, Rules, SHIFT, SLOTS, STALE_GRANTS, TAKE, TAKE_GRANTS,
+    TAKE_OVER, UNLEASED, UNPARK, claim_on,
 };
+use crate::store::{Claimed, Floor};
 
 const CLAIM_STATEMENT: Statement = statement(
     "claim",
-    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, text[]",
+    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, int8",
     CLAIM,
 );
 
 const CLAIM_WITH_KEYS_STATEMENT: Statement = statement(
     "claim_with_keys",
-    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, text[]",
+    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, int8",
     CLAIM_WITH_KEYS,
 );
+
+const CLAIM_LIMITED_STATEMENT: Statement = statement(
+    "claim_limited",
+    "int8[], text[], int8[], text[], int2[], timestamptz[], int8[], text[], int8[], int8, int8,
+     text[], int8[], text[], int8[], int4[], text[], int8[], timestamptz[]",
+    CLAIM_LIMITED,
+);
+
+const CLAIM_LIMITED_WITH_KEYS_STATEMENT: Statement =
+    statement("claim_limited_with_keys", CLAIM_LIMITED_STATEMENT.types, CLAIM_LIMITED_WITH_KEYS);
 
 const IDS: &str = "int8[]";
 const GUARD_AND_COUNTERS: &str = "int8[], int8[], int8[], int4[], int2[], int4[], ";
@@ -46,6 +57,7 @@ async fn believed_empty(bed: &Bed) {
         "pauses",
         "queue_limits",
         "queue_slots",
+        "rules",
     ] {
         bed.execute(&format!("alter table jobq.{table} set (autovacuum_enabled = off)")).await;
         bed.execute(&format!("alter table jobq.{table} set unlogged")).await;
@@ -69,14 +81,15 @@ async fn fill(bed: &Bed, queue: &str, jobs: u32, sign: &str) {
     .await;
 }
 
-/// The arguments of a claim of 100 jobs by session 1, with one floor for every band.
+/// The arguments of a claim of 100 jobs by session 1, with one floor for every band; the rules are those
+/// of a new database.
 fn claim_of(queue: &str, floor: &str, id: i64) -> String {
     let bands: Vec<i16> = jobq_core::queue::bands().collect();
     let n = bands.len();
     format!(
         "array[1], array['{queue}'], array[100], array_fill('{queue}'::text, array[{n}]),
          array{bands:?}::int2[], array_fill({floor}::timestamptz, array[{n}]),
-         array_fill({id}::int8, array[{n}]), array['k'], array[1], 1, '{{}}'"
+         array_fill({id}::int8, array[{n}]), array['k'], array[1], 1, 1"
     )
 }
 
@@ -148,8 +161,9 @@ pub(super) async fn f1_a_claim_does_not_read_what_is_before_its_floor(bed: Bed) 
     plan.assert_reads_at_most("a claim from a floor", &[("jobs", CLAIM_ROWS)], CLAIM_PAGES);
 }
 
-/// Each claim asks for what is paused once; of a paused queue it reads nothing.
-pub(super) async fn o6_a_claim_reads_nothing_of_a_paused_queue(bed: Bed) {
+/// A claim asks whether the rules are as it remembers them, and reads nothing else of them; if they are
+/// not, it reads no jobs.
+pub(super) async fn o6_a_claim_reads_nothing_of_what_is_paused(bed: Bed) {
     believed_empty(&bed).await;
     let mut server = Server::connect(&bed).await;
     server.prepare(CLAIM_STATEMENT).await;
@@ -158,7 +172,7 @@ pub(super) async fn o6_a_claim_reads_nothing_of_a_paused_queue(bed: Bed) {
     let bands: Vec<i16> = jobq_core::queue::bands().collect();
     let next_due = format!("array['default'], array{bands:?}::int2[], array['k']");
     let plan = server.explain("claim", &claim).await;
-    plan.assert_reads_at_most("with no pauses a claim", &[("jobs", 0.0), ("pauses", 0.0)], 100.0);
+    plan.assert_reads_at_most("of nothing a claim", &[("jobs", 0.0), ("pauses", 0.0)], 100.0);
     server.explain("next_due", &next_due).await;
 
     fill(&bed, "default", 200_000, "-").await;
@@ -169,18 +183,22 @@ pub(super) async fn o6_a_claim_reads_nothing_of_a_paused_queue(bed: Bed) {
          from generate_series(1, 500) as n, unnest(array['kind', 'queue']) as scope",
     )
     .await;
+    let nothing = [("jobs", 0.0), ("pauses", 0.0), ("rules", 3.0)];
     let plan = server.explain("claim", &claim).await;
-    let rows = [("jobs", 400.0 + CLAIM_ROWS), ("pauses", 1_000.0)];
-    plan.assert_reads_at_most("beside other pauses a claim", &rows, CLAIM_PAGES);
+    plan.assert_reads_at_most("by other rules a claim", &nothing, 50.0);
+    assert!(plan.rows_given() < 1.5, "it says so");
+
+    bed.execute("update jobq.rules set version = 1").await;
+    let plan = server.explain("claim", &claim).await;
+    let rows = [("jobs", 400.0 + CLAIM_ROWS), ("pauses", 0.0), ("rules", 3.0)];
+    plan.assert_reads_at_most("beside pauses a claim", &rows, CLAIM_PAGES);
     assert!((plan.rows_given() - 100.0).abs() < 0.5);
 
     bed.execute("insert into jobq.pauses (scope, name) values ('queue', 'default')").await;
-    // Of the pauses, some pages more than once: by their index.
-    let (rows, pages) = ([("jobs", 0.0), ("pauses", 1_001.0)], 250.0);
-    let plan = server.explain("claim", &claim).await;
-    plan.assert_reads_at_most("of a paused queue a claim", &rows, pages);
     let plan = server.explain("next_due", &next_due).await;
-    plan.assert_reads_at_most("of a paused queue a look ahead", &rows, pages);
+    // Of the pauses, some pages more than once: by their index.
+    let rows = [("jobs", 0.0), ("pauses", 1_001.0)];
+    plan.assert_reads_at_most("of a paused queue a look ahead", &rows, 250.0);
 }
 
 /// Ids of jobs that session 1 runs, as an array, and their number.
@@ -233,11 +251,9 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
         statement("stale_grants", "text, int8", STALE_GRANTS),
         statement("lock_limits", "text[]", LOCK_LIMITS),
         statement("slots", "text[], int8[]", SLOTS),
-        statement(
-            "take_slots",
-            "text[], int4[], int8[], int8[], text[], timestamptz[]",
-            TAKE_SLOTS,
-        ),
+        statement("rules", "", RULES),
+        CLAIM_LIMITED_STATEMENT,
+        CLAIM_LIMITED_WITH_KEYS_STATEMENT,
     ];
     believed_empty(&bed).await;
     let mut planned_on_empty = Server::connect(&bed).await;
@@ -254,12 +270,14 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
     .await;
     bed.execute(
         "insert into jobq.queue_limits (queue, max_running, rate_jobs, rate_per, burst)
-         values ('default', 50, 1, '1 second', 1)",
+         values ('default', 50, 1, '1 second', 1), ('lines', 300, 1, '1 second', 300)",
     )
     .await;
     bed.execute(
         "insert into jobq.queue_slots (queue, slot, job_id, token)
-         select 'default', n, n * 2, 1 from generate_series(1, 50) as n",
+         select 'default', n, n * 2, 1 from generate_series(1, 50) as n
+         union all
+         select 'lines', n, 0, 0 from generate_series(1, 300) as n",
     )
     .await;
     fill(&bed, "default", 200_000, "-").await;
@@ -276,6 +294,7 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
     )
     .await;
     bed.execute("insert into jobq.pauses (scope, name) values ('kind', 'slow')").await;
+    bed.execute("update jobq.rules set version = 1").await;
     bed.execute(
         "insert into jobq.finished (id, token, state, created_at, expires_at, attempt, max_attempts,
              interruptions, crashes, max_crashes, priority, queue, kind, payload)
@@ -364,17 +383,29 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         format!("array[{}]::text[]", names.join(", "))
     };
     let nobody = "'{}'::int8[], '{}'::int8[], '{}'::int8[], '{}'::text[]";
+    // A claim of places that are free; each of them raises the turn.
+    let limited_claim = |before: i64| {
+        let turn = before + if first == 301 { 2 } else { 0 };
+        let numbers: Vec<i64> = (1..=100).collect();
+        let of_the_queue = "array_fill('lines'::text, array[100])";
+        format!(
+            "{}, array['lines'], array[{turn}], {of_the_queue}, array{numbers:?}, array{numbers:?},
+             {of_the_queue}, array{numbers:?}, array_fill(now(), array[100])",
+            claim_of("lines", "'-infinity'", 0)
+        )
+    };
+    let limited_rows: &[(&str, f64)] = &[
+        ("jobs", 1_000.0),
+        ("key_grants", 0.0),
+        ("queue_slots", 200.0),
+        ("queue_limits", 4.0),
+        ("rules", 3.0),
+    ];
     let limited: &[(&str, f64)] = &[("jobs", 60.0), ("queue_slots", 110.0), ("queue_limits", 10.0)];
-    let cases: [Case; 34] = [
+    let cases: [Case; 36] = [
         ("lock_limits", "array['default', 'other']".to_owned(), limited, 50.0),
         ("slots", "array['default'], array[10]".to_owned(), limited, 500.0),
-        (
-            "take_slots",
-            "array['default'], array[3], array[77], array[1], array['default'], array[now()]"
-                .to_owned(),
-            limited,
-            50.0,
-        ),
+        ("rules", String::new(), &[("rules", 1.0), ("pauses", 1.0), ("queue_limits", 3.0)], 50.0),
         (
             "finish",
             format!("{}, {}, {}, 'completed'", guard(first), fifty("0", "int8"), text("null")),
@@ -477,6 +508,8 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
             &[("jobs", 800.0), ("key_grants", 0.0)],
             CLAIM_PAGES * 2.0,
         ),
+        ("claim_limited", limited_claim(0), limited_rows, CLAIM_PAGES * 2.0),
+        ("claim_limited_with_keys", limited_claim(1), limited_rows, CLAIM_PAGES * 2.0),
         (
             "finish_and_lock",
             format!(
@@ -629,12 +662,16 @@ pub(super) async fn d4_claims_are_hot_updates(bed: Bed) {
         let worker = bed.session(super::bed::LEASE * 10, &["k"]).await;
         let mut server = Server::connect(&bed).await;
         let mut floor = Floor::START;
+        let mut rules = Rules::default();
+        rules.version = 1;
         let mut claimed = 0;
         while claimed < JOBS {
             let claim = worker.asking("default", 100, floor);
-            let jobs =
-                claim_on(&mut server.connection, bed.store.schema(), &claim, false, &[]).await;
-            let jobs = jobs.expect("claims").jobs;
+            let (connection, schema) = (&mut server.connection, bed.store.schema());
+            let reply = claim_on(connection, schema, &claim, &rules, false, &[]).await;
+            let Reply::Claimed(Claimed { jobs, .. }) = reply.expect("claims") else {
+                panic!("there are other rules");
+            };
             assert_eq!(jobs.len(), 100, "after {claimed}");
             claimed += 100;
             let last = jobs.last().expect("there are 100");

@@ -498,6 +498,21 @@ pub(crate) struct Claimed {
     pub(crate) jobs: Vec<ClaimedJob>,
 }
 
+#[cfg(feature = "postgres")]
+impl Claimed {
+    /// With what another statement has brought from the other queues of the same claim.
+    fn and(mut self, other: Self) -> Self {
+        self.seen_to = self.seen_to.min(other.seen_to);
+        self.sessions_live &= other.sessions_live;
+        self.limited.extend(other.limited);
+        self.jobs.extend(other.jobs);
+        // Each says it of its own queues, and both of all kinds.
+        self.paused.queues.extend(other.paused.queues);
+        self.paused.kinds = other.paused.kinds;
+        self
+    }
+}
+
 /// What of a claim's queues and kinds is paused.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Paused {

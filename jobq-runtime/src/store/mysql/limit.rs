@@ -8,7 +8,7 @@ use sqlx::Row;
 use sqlx::mysql::{MySqlConnection, MySqlRow};
 
 use super::keys::HURRY;
-use super::{MysqlStore, Schema, again, execute, get, killed, literal, rows};
+use super::{MysqlStore, Schema, again, execute, get, killed, list, literal, rows};
 use crate::limit::{Gate, LimitedQueue, QueueLimit, stored_rate};
 use crate::store::{ClaimedJob, Turn};
 
@@ -37,19 +37,34 @@ impl MysqlStore {
             number(rate.map(|rate| i64::from(rate.most_at_once()))),
         );
         let mut connection = self.own().await?;
+        let most = limit.max_running.unwrap_or(0);
         let look = format!(
             "begin;
              insert into jobq_queue_limits set queue = {queue}, {set}
              on duplicate key update {set};
              select full_at, now_us() as now
-             from jobq_queue_limits where queue = {queue} for update"
+             from jobq_queue_limits where queue = {queue} for update;
+             select slot from {PLACES} where place.queue = {queue} and slot > {most} and {RUNS} = 0"
         );
         let found = rows(&mut connection, &self.schema, &look).await?;
-        let found = found.first().ok_or_else(killed)?;
+        let (found, beyond) = found.split_first().ok_or_else(killed)?;
         let (full_at, now) = (Timestamp(get(found, "full_at")?), Timestamp(get(found, "now")?));
         let full_at = rate.map_or(full_at, |rate| rate.emptied(full_at, now)).0;
         let mut text =
             format!("update jobq_queue_limits set full_at = {full_at} where queue = {queue}; ");
+        if !beyond.is_empty() {
+            // Every claim looks at all of those.
+            let slots: Vec<i64> = beyond
+                .iter()
+                .map(|row| Ok(get::<i32>(row, "slot")?.into()))
+                .collect::<sqlx::Result<_>>()?;
+            let slots = list(slots);
+            write!(
+                text,
+                "delete from jobq_queue_slots where queue = {queue} and slot in ({slots}); "
+            )
+            .expect("text grows");
+        }
         if let Some(slots) = limit.max_running {
             let slots: Vec<String> = (1..=slots).map(|slot| format!("({queue}, {slot})")).collect();
             write!(
@@ -126,30 +141,40 @@ pub(super) async fn lock(
     let found = rows(connection, schema, &text).await?;
     let mut gates: Vec<Gate> = Vec::new();
     let mut now = Timestamp::NEG_INFINITY;
+    let mut crowded = Vec::new();
     for row in &found {
         if row.try_column("queue").is_ok() {
             gates.push(Gate {
                 queue: get(row, "queue")?,
                 limit: limit(row)?,
                 full_at: Timestamp(get(row, "full_at")?),
-                running: 0,
                 free: Vec::new(),
             });
         } else if row.try_column("now").is_ok() {
             now = Timestamp(get(row, "now")?);
         } else {
             let queue: String = get(row, "place_of")?;
-            let gate = gates.iter_mut().find(|gate| gate.queue == queue);
-            match (gate, row.try_column("slot").is_ok()) {
-                (Some(gate), true) => gate.free.push(get(row, "slot")?),
-                (Some(gate), false) => {
-                    let running: i64 = get(row, "running")?;
-                    gate.running = u32::try_from(running).unwrap_or(u32::MAX);
-                }
-                // It has no limit any more.
-                (None, _) => {}
+            // None if it has no limit any more.
+            let Some(gate) = gates.iter_mut().position(|gate| gate.queue == queue) else {
+                continue;
+            };
+            if row.try_column("slot").is_ok() {
+                gates[gate].free.push(get(row, "slot")?);
+            } else {
+                let beyond: i64 = get(row, "beyond")?;
+                crowded.extend((beyond > 0).then_some((gate, beyond.unsigned_abs())));
             }
         }
+    }
+    for (gate, beyond) in crowded {
+        let gate = &mut gates[gate];
+        let asked = queues.iter().find(|(queue, _)| *queue == gate.queue);
+        let asked = asked.map_or(0, |(_, asked)| u64::from(*asked));
+        let text = free_slots_statement(&gate.queue, asked + beyond);
+        let found = rows(connection, schema, &text).await?;
+        let free = found.len().saturating_sub(usize::try_from(beyond).unwrap_or(usize::MAX));
+        let slots = found.iter().take(free).map(|row| get(row, "slot"));
+        gate.free = slots.collect::<sqlx::Result<_>>()?;
     }
     Ok((gates, now))
 }
@@ -165,20 +190,42 @@ pub(crate) fn lock_limit_statement(queue: &str) -> String {
     )
 }
 
-/// How many places are taken, and the first ones that are not. A place is taken while its job runs
-/// under the token that took it.
+const PLACES: &str = "jobq_queue_slots as place force index (primary)";
+
+/// Whether a place is taken: while its job runs under the token that took it.
+const RUNS: &str = "coalesce(
+    (select leased_by <> 0 and token = place.token
+     from jobq_jobs force index (primary) where id = place.job_id),
+    0
+)";
+
+/// How many jobs run in places beyond the limit, because it was lowered; and the first places that are
+/// free, as many as are asked for. For each job that is beyond, one of those is not to be taken.
 pub(crate) fn slots_statements(queue: &str, asked: u32) -> String {
-    const RUNS: &str = "coalesce(
-        (select leased_by <> 0 and token = place.token
-         from jobq_jobs force index (primary) where id = place.job_id),
-        0
-    )";
-    let queue = literal(queue);
-    let places =
-        format!("from jobq_queue_slots as place force index (primary) where place.queue = {queue}");
+    let (name, most) = (literal(queue), most_of(queue));
     format!(
-        "select {queue} as place_of, count(*) as running {places} and {RUNS} = 1;
-         select {queue} as place_of, slot {places} and {RUNS} = 0 order by slot limit {asked}"
+        "select {name} as place_of, count(*) as beyond
+         from {PLACES}
+         where place.queue = {name} and slot > {most} and {RUNS} = 1;
+         {}",
+        free_slots_statement(queue, u64::from(asked))
+    )
+}
+
+fn free_slots_statement(queue: &str, asked: u64) -> String {
+    let (queue, most) = (literal(queue), most_of(queue));
+    format!(
+        "select {queue} as place_of, slot
+         from {PLACES}
+         where place.queue = {queue} and slot <= {most} and {RUNS} = 0
+         order by slot limit {asked}"
+    )
+}
+
+fn most_of(queue: &str) -> String {
+    let queue = literal(queue);
+    format!(
+        "(select max_running from jobq_queue_limits force index (primary) where queue = {queue})"
     )
 }
 

@@ -11,12 +11,11 @@ use jobq_core::time::micros;
 use sqlx::Row;
 use sqlx::postgres::{PgConnection, PgRow};
 
-use super::limit::{claim_limited, not_yet_allowed};
-use super::{
-    Beat, BeatReply, Claim, Claimed, NewSession, Paused, PostgresStore, Schema, Time, sql,
-};
+use super::limit::{Seen, Taking, claim_limited};
+use super::rules::Rules;
+use super::{Beat, BeatReply, Claim, Claimed, NewSession, PostgresStore, Schema, Time, sql};
 use crate::key::JobKey;
-use crate::store::{ClaimedJob, QueueClaim, Turn, job_key, metadata_map, tags_list};
+use crate::store::{ClaimedJob, Turn, job_key, metadata_map, tags_list};
 
 impl PostgresStore {
     pub(super) async fn open_session(&self, session: &NewSession) -> sqlx::Result<()> {
@@ -54,23 +53,35 @@ impl PostgresStore {
         Ok(())
     }
 
+    /// Asks for queues that are not limited first, and then, in another statement, for those that are.
     pub(super) async fn claim(&self, claim: &Claim) -> sqlx::Result<Claimed> {
         let mut connection = self.own().await?;
         let keyed = self.meets_keys.load(Ordering::Relaxed);
-        let mut claimed = claim_on(&mut connection, &self.schema, claim, keyed, &[]).await?;
-        let mut limited = claim.clone();
-        let is_limited =
-            |asked: &QueueClaim| claimed.limited.iter().any(|it| it.queue == asked.queue);
-        limited.queues.retain(is_limited);
-        if !limited.queues.is_empty() && claimed.sessions_live {
-            let more = claim_limited(&mut connection, &self.schema, &limited, keyed).await?;
-            claimed.sessions_live = more.sessions_live;
-            claimed.seen_to = claimed.seen_to.min(more.seen_to);
-            claimed.limited = more.limited;
-            claimed.paused.queues.extend(more.paused.queues);
-            claimed.paused.kinds.extend(more.paused.kinds);
-            claimed.jobs.extend(more.jobs);
-        }
+        let mut left = claim.clone();
+        let mut claimed: Option<Claimed> = None;
+        let mut claimed = loop {
+            let rules = self.rules(&mut connection).await?;
+            let part = rules.next_part(&left);
+            let reply = if part.queues.iter().any(|asked| rules.limited.contains(&asked.queue)) {
+                claim_limited(&mut connection, &self.schema, &part, &rules, keyed).await?
+            } else {
+                claim_on(&mut connection, &self.schema, &part, &rules, keyed, &[]).await?
+            };
+            let Reply::Claimed(more) = reply else {
+                self.forget_rules(&rules);
+                continue;
+            };
+            left.queues.retain(|asked| part.queues.iter().all(|had| had.queue != asked.queue));
+            let is_last = left.queues.is_empty() || !more.sessions_live;
+            let all = match claimed.take() {
+                Some(claimed) => claimed.and(more),
+                None => more,
+            };
+            if is_last {
+                break all;
+            }
+            claimed = Some(all);
+        };
         connection.hand_back();
         if claimed.jobs.iter().any(|job| job.key.is_some()) {
             self.meets_keys.store(true, Ordering::Relaxed);
@@ -140,21 +151,38 @@ pub(crate) const NEXT_DUE: &str = "
         limit 1
     ) as job";
 
+/// What one statement has brought.
+pub(crate) enum Reply {
+    Claimed(Claimed),
+    /// Nothing: the rules are not what it went by any more.
+    RulesChanged,
+    /// Nothing: another claim has taken from a limit since it was looked at.
+    LimitsChanged,
+}
+
+/// Claims in one statement; `seen` are the limits of the queues it asks for, or none if they have none.
 pub(crate) async fn claim_on(
     connection: &mut PgConnection,
     schema: &Schema,
     claim: &Claim,
+    rules: &Rules,
     keyed: bool,
-    within_limits: &[String],
-) -> sqlx::Result<Claimed> {
+    seen: &[Seen],
+) -> sqlx::Result<Reply> {
     let sessions = claim.sessions();
-    let kinds: Vec<&str> = claim.kinds.iter().map(|(kind, _)| kind.as_str()).collect();
-    let kind_sessions: Vec<i64> = claim.kinds.iter().map(|(_, session)| session.0).collect();
-    let queues: Vec<&str> = claim.queues.iter().map(|queue| queue.queue.as_str()).collect();
-    let limits: Vec<i64> = claim.queues.iter().map(|queue| i64::from(queue.limit)).collect();
-    let mut floor_queues = Vec::new();
+    let paused = rules.paused_of(claim);
+    let kinds = claim.kinds.iter().filter(|(kind, _)| !paused.kinds.contains(kind));
+    let (kinds, kind_sessions): (Vec<&str>, Vec<i64>) =
+        kinds.map(|(kind, session)| (kind.as_str(), session.0)).unzip();
+    let wanted = claim
+        .queues
+        .iter()
+        .filter(|asked| !kinds.is_empty() && !paused.queues.contains(&asked.queue));
+    let (mut queues, mut limits, mut floor_queues) = (Vec::new(), Vec::new(), Vec::new());
     let (mut bands, mut floor_times, mut floor_ids) = (Vec::new(), Vec::new(), Vec::new());
-    for queue in &claim.queues {
+    for queue in wanted {
+        queues.push(queue.queue.as_str());
+        limits.push(i64::from(queue.limit));
         for (band, floor) in &queue.floors {
             floor_queues.push(queue.queue.as_str());
             bands.push(*band);
@@ -162,7 +190,13 @@ pub(crate) async fn claim_on(
             floor_ids.push(floor.id);
         }
     }
-    let rows = sqlx::query(sql(schema, if keyed { CLAIM_WITH_KEYS } else { CLAIM }))
+    let text = match (seen.is_empty(), keyed) {
+        (true, false) => CLAIM,
+        (true, true) => CLAIM_WITH_KEYS,
+        (false, false) => CLAIM_LIMITED,
+        (false, true) => CLAIM_LIMITED_WITH_KEYS,
+    };
+    let query = sqlx::query(sql(schema, text))
         .bind(&sessions)
         .bind(queues)
         .bind(limits)
@@ -173,19 +207,21 @@ pub(crate) async fn claim_on(
         .bind(kinds)
         .bind(kind_sessions)
         .bind(sessions.len() as i64)
-        .bind(within_limits)
-        .fetch_all(connection)
-        .await?;
+        .bind(rules.version);
+    let query = if seen.is_empty() { query } else { Taking::of(claim, seen).bind(query) };
+    let rows = query.fetch_all(connection).await?;
     let head = rows.first().ok_or(sqlx::Error::RowNotFound)?;
-    let mut paused =
-        Paused { queues: head.try_get("paused_queues")?, kinds: head.try_get("paused_kinds")? };
-    paused.queues.retain(|name| claim.queues.iter().any(|asked| asked.queue == *name));
-    paused.kinds.retain(|name| claim.kinds.iter().any(|(kind, _)| kind == name));
+    if !head.try_get::<bool, _>("rules_stand")? {
+        return Ok(Reply::RulesChanged);
+    }
+    if !head.try_get::<bool, _>("limits_stand")? {
+        return Ok(Reply::LimitsChanged);
+    }
     let mut claimed = Claimed {
         seen_to: head.try_get::<Time, _>("now")?.0,
         sessions_live: head.try_get("live")?,
         paused,
-        limited: not_yet_allowed(head.try_get("limited")?),
+        limited: Vec::new(),
         jobs: Vec::new(),
     };
     for row in &rows {
@@ -193,38 +229,29 @@ pub(crate) async fn claim_on(
             claimed.jobs.push(claimed_job(row)?);
         }
     }
-    Ok(claimed)
+    Ok(Reply::Claimed(claimed))
 }
 
 // The sessions are pinned: a sweep that closes one waits until this claim is visible, and
 // so rescues its jobs too. Rows are joined by ctid: joined by id, a plan made while the
 // table was empty reads all of it. A claimed row that was moved meanwhile is missed, not
-// lost: the sweep finds it. What is paused is read once, with the same snapshot: queues that are
-// paused are not looked at, and of the others only kinds that are not. Neither are queues that are
-// limited, but for those ($11) of which this transaction has locked the limits.
+// lost: the sweep finds it. What is asked for is what the rules let, and with the same snapshot they are
+// those still.
 macro_rules! claim_statement {
-    ($grants:literal, $has_grant:literal) => {
+    ($gates:expr, $limits_stand:expr, $grants:expr, $has_grant:expr, $places:expr) => {
         concat!(
             "
-    with paused as materialized (
-        select coalesce(array_agg(name) filter (where scope = 'queue'), '{}') as queues,
-               coalesce(array_agg(name) filter (where scope = 'kind'), '{}') as kinds,
-               array(
-                   select queue from jobq.queue_limits
-                   where queue = any($2) and queue <> all ($11)
-               ) as limited
-        from jobq.pauses
-    ),
-    live as materialized (
+    with live as materialized (
         select id from jobq.sessions
         where id = any($1) and leased_until > statement_timestamp()
         order by id
         for key share
-    ),
+    ),",
+            $gates,
+            "
     due as materialized (
         select found.tid
-        from paused
-        cross join unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
+        from unnest($2::text[], $3::int8[]) as wanted (queue, jobs)
         cross join lateral (
             select job.tid
             from unnest($4::text[], $5::int2[], $6::timestamptz[], $7::int8[])
@@ -238,8 +265,11 @@ macro_rules! claim_statement {
                   and (run_after, id) > (floor.run_after, floor.id)
                   and leased_by = 0
                   and kind = any($8)
-                  and kind <> all (paused.kinds)
                   and (select count(*) from live) = $10
+                  and (select version from jobq.rules) = $11
+                  and ",
+            $limits_stand,
+            "
                 order by run_after, id
                 limit wanted.jobs
                 for no key update skip locked
@@ -247,7 +277,6 @@ macro_rules! claim_statement {
             where floor.queue = wanted.queue
             limit wanted.jobs
         ) as found
-        where wanted.queue <> all (paused.queues) and wanted.queue <> all (paused.limited)
     ),
     taken as (
         update jobq.jobs as job
@@ -262,31 +291,32 @@ macro_rules! claim_statement {
                   job.metadata, job.payload, job.job_key, job.on_block
     )",
             $grants,
+            $places,
             "
     select statement_timestamp() as now,
            (select count(*) from live) = $10 as live,
-           paused.queues as paused_queues,
-           paused.kinds as paused_kinds,
-           paused.limited,
+           (select version from jobq.rules) = $11 as rules_stand,
+           ",
+            $limits_stand,
+            " as limits_stand,
            taken.*, ",
             $has_grant,
             " as has_grant
-    from paused
+    from (values (1)) as always (n)
     left join taken on true
     order by taken.queue, taken.band desc, taken.run_after, taken.id"
         )
     };
 }
 
-pub(crate) const CLAIM: &str = claim_statement!("", "false");
-
-/// The same, and the jobs that are the first of keys of which nobody has the grant are given it. Whether
+/// The jobs that are the first of keys of which nobody has the grant are given it. Whether
 /// they are is decided from what the statement sees, which may be older than the grants are: in doubt a
 /// job is not the first, and its turn is decided once its grant is locked. A grant that is seen to be a
 /// job's own is: it stays with a job that is due, and who made it due later did so with a later time than
 /// the statement's, so that it is not claimed.
-pub(crate) const CLAIM_WITH_KEYS: &str = claim_statement!(
-    ",
+macro_rules! grants {
+    () => {
+        ",
     granted as (
         insert into jobq.key_grants (job_key, job_id)
         select mine.job_key, mine.id
@@ -311,15 +341,81 @@ pub(crate) const CLAIM_WITH_KEYS: &str = claim_statement!(
         order by mine.job_key
         on conflict do nothing
         returning job_id
-    )",
-    "(taken.id = any (array (select job_id from granted))
+    )"
+    };
+}
+
+macro_rules! has_grant {
+    () => {
+        "(taken.id = any (array (select job_id from granted))
       or coalesce(
           taken.id = (
               select job_id from jobq.key_grants where job_key = taken.job_key limit 1
           ),
           false
       ))"
-);
+    };
+}
+
+/// The limits are locked if nobody has taken from them since they were looked at: then what they leave
+/// is still what it was.
+macro_rules! gates {
+    () => {
+        "
+    gates as materialized (
+        select mine.queue
+        from unnest($12::text[], $13::int8[]) as seen (queue, turn)
+        join jobq.queue_limits as mine on mine.queue = seen.queue and mine.turn = seen.turn
+        order by mine.queue
+        for no key update of mine
+    ),"
+    };
+}
+
+macro_rules! limits_stand {
+    () => {
+        "(select count(*) from gates) = cardinality($12::text[])"
+    };
+}
+
+/// The nth job of a queue gets the nth place that was free, and with it the bucket is full at the nth
+/// time.
+macro_rules! places {
+    () => {
+        ",
+    placed as (
+        update jobq.queue_slots as place
+        set job_id = mine.id, token = mine.token
+        from (
+            select id, token, queue, row_number() over (partition by queue order by id) as n
+            from taken
+        ) as mine
+        join unnest($14::text[], $15::int8[], $16::int4[]) as free (queue, n, slot) using (queue, n)
+        cross join lateral (
+            select ctid as tid
+            from jobq.queue_slots
+            where queue = free.queue and slot = free.slot
+            limit 1
+        ) as at
+        where place.ctid = at.tid
+    ),
+    spent as (
+        update jobq.queue_limits as mine
+        set turn = mine.turn + 1, full_at = coalesce(bucket.full_at, mine.full_at)
+        from (select queue, count(*) as n from taken group by queue) as started
+        left join unnest($17::text[], $18::int8[], $19::timestamptz[]) as bucket (queue, n, full_at)
+             using (queue, n)
+        where mine.queue = started.queue
+    )"
+    };
+}
+
+pub(crate) const CLAIM: &str = claim_statement!("", "true", "", "false", "");
+pub(crate) const CLAIM_WITH_KEYS: &str = claim_statement!("", "true", grants!(), has_grant!(), "");
+pub(crate) const CLAIM_LIMITED: &str =
+    claim_statement!(gates!(), limits_stand!(), "", "false", places!());
+pub(crate) const CLAIM_LIMITED_WITH_KEYS: &str =
+    claim_statement!(gates!(), limits_stand!(), grants!(), has_grant!(), places!());
 
 fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
     let (key, band) = (key(row)?, row.try_get("band")?);

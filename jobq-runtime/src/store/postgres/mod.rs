@@ -12,6 +12,7 @@ mod keys;
 mod limit;
 mod look;
 mod pause;
+mod rules;
 mod settle;
 mod setup;
 mod sweep;
@@ -46,18 +47,23 @@ use crate::limit::{LimitedQueue, QueueLimit};
 use crate::store::Floor;
 use crate::unique::UniqueKey;
 
+use rules::Remembered;
 use settle::complete_on;
 
 /// What the plan tests explain.
 #[cfg(test)]
 pub(crate) mod statements {
-    pub(crate) use super::claim::{CLAIM, CLAIM_WITH_KEYS, EXTEND, HELD, NEXT_DUE, claim_on};
+    pub(crate) use super::claim::{
+        CLAIM, CLAIM_LIMITED, CLAIM_LIMITED_WITH_KEYS, CLAIM_WITH_KEYS, EXTEND, HELD, NEXT_DUE,
+        Reply, claim_on,
+    };
     pub(crate) use super::keys::{
         Claimant, DECIDE_GRANTS, LOCK_GRANTS, PASS_ON, STALE_GRANTS, TAKE_GRANTS, turns_on,
     };
-    pub(crate) use super::limit::{LOCK_LIMITS, SLOTS, TAKE_SLOTS};
+    pub(crate) use super::limit::{LOCK_LIMITS, SLOTS};
     pub(crate) use super::look::REVIVE_DEAD;
     pub(crate) use super::own_options;
+    pub(crate) use super::rules::{RULES, Rules};
     pub(crate) use super::settle::{
         BURY, FINISH, FINISH_AND_LOCK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, REQUEUE,
     };
@@ -79,6 +85,8 @@ pub(crate) struct PostgresStore {
     own: PgPool,
     /// Whether a claim has met a job with a key: then the next ones grant keys.
     meets_keys: AtomicBool,
+    /// What claims go by, as long as it has not changed.
+    rules: Remembered,
     schema: Schema,
 }
 
@@ -90,7 +98,7 @@ impl PostgresStore {
             .acquire_timeout(PATIENCE)
             .test_before_acquire(false)
             .connect_lazy_with(own_options(&pool.connect_options()));
-        Self { pool, own, meets_keys: AtomicBool::new(false), schema }
+        Self { pool, own, meets_keys: AtomicBool::new(false), rules: Remembered::default(), schema }
     }
 
     /// Statement text for this schema.

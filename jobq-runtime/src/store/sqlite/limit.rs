@@ -42,6 +42,21 @@ impl SqliteStore {
             .bind(rate.map_or(full_at, |rate| rate.emptied(full_at, Timestamp(now))).0)
             .execute(&mut **locked)
             .await?;
+            // Every claim looks at all there are.
+            sqlx::query(sql(
+                &schema,
+                "delete from jobq_queue_slots
+                 where queue = ?1 and slot > ?2
+                   and not coalesce(
+                           (select leased_by <> 0 and token = jobq_queue_slots.token
+                            from jobq_jobs where id = job_id),
+                           false
+                       )",
+            ))
+            .bind(&queue)
+            .bind(limit.max_running.unwrap_or(0))
+            .execute(&mut **locked)
+            .await?;
             sqlx::query(sql(
                 &schema,
                 "insert into jobq_queue_slots (queue, slot)
@@ -123,13 +138,11 @@ pub(super) async fn ask(
         let mut free: Vec<i32> = serde_json::from_str(row.try_get("free")?).unwrap_or_default();
         free.sort_unstable();
         let places: i64 = get(row, "places")?;
-        gates.push(Gate {
-            queue: get(row, "queue")?,
-            limit: limit(row)?,
-            full_at: Timestamp(get(row, "full_at")?),
-            running: u32::try_from(places).unwrap_or(u32::MAX).saturating_sub(free.len() as u32),
-            free,
-        });
+        let running = usize::try_from(places).unwrap_or(usize::MAX).saturating_sub(free.len());
+        let (limit, full_at) = (limit(row)?, Timestamp(get(row, "full_at")?));
+        // If it was lowered, jobs may run in places beyond it.
+        free.truncate((limit.max_running.unwrap_or(0) as usize).saturating_sub(running));
+        gates.push(Gate { queue: get(row, "queue")?, limit, full_at, free });
     }
     for gate in &gates {
         let asked = wanted.places.iter().find(|place| place.queue == gate.queue);
