@@ -112,6 +112,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Postgres,
                 text: include_str!("postgres/0006_rules.sql"),
             },
+            Migration {
+                version: 7,
+                name: "expiry",
+                dialect: Dialect::Postgres,
+                text: include_str!("postgres/0007_expiry.sql"),
+            },
         ],
         Dialect::Mysql => &[
             Migration {
@@ -144,6 +150,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 dialect: Dialect::Mysql,
                 text: include_str!("mysql/0005_limits.sql"),
             },
+            Migration {
+                version: 6,
+                name: "expiry",
+                dialect: Dialect::Mysql,
+                text: include_str!("mysql/0006_expiry.sql"),
+            },
         ],
         Dialect::Sqlite => &[
             Migration {
@@ -175,6 +187,12 @@ pub fn all(dialect: Dialect) -> &'static [Migration] {
                 name: "limits",
                 dialect: Dialect::Sqlite,
                 text: include_str!("sqlite/0005_limits.sql"),
+            },
+            Migration {
+                version: 6,
+                name: "expiry",
+                dialect: Dialect::Sqlite,
+                text: include_str!("sqlite/0006_expiry.sql"),
             },
         ],
     }

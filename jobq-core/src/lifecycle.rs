@@ -9,10 +9,11 @@
 //! | operation | from → to | guard | decided by |
 //! |---|---|---|---|
 //! | insert | (nothing) → pending | – | the caller's transaction |
-//! | claim | pending → running | due, unleased, live session, neither queue nor kind paused, and the queue's limit has room; token + 1, attempt + 1 | [`admit`] |
+//! | claim | pending → running | due, unleased, live session, neither queue nor kind paused, and the queue's limit has room; token + 1, attempt + 1 unless it has expired | [`admit`] |
+//! | sweep: take what has expired | waiting, pending → running | not started in time, unleased, live session; token + 1 | [`expire`] |
 //! | settle: complete | running → completed | lease | [`settle`] |
 //! | settle: requeue | running → pending | lease, no cancel requested | [`settle`], [`rescue`] |
-//! | settle: bury | running → dead | lease, no cancel requested | [`settle`], [`rescue`], [`admit`] |
+//! | settle: bury | running → dead | lease, no cancel requested | [`settle`], [`rescue`], [`admit`], [`expire`] |
 //! | settle: cancel | running → cancelled | lease | [`settle`], [`rescue`] |
 //! | complete in transaction | running → completed | lease | the handler's transaction |
 //! | cancel | waiting, pending → cancelled | unleased | an operator |
@@ -97,9 +98,13 @@ pub enum When {
 
 /// Refuses a claimed job that must not run at all.
 ///
-/// `counters` are those after the claim. A row may be past its last attempt when somebody
-/// lowered `max_attempts` or changed the row by hand; it must not run once more.
-pub fn admit(counters: Counters, limits: Limits) -> Option<Transition> {
+/// `counters` are those after the claim, `expired` says that by then it was to have been started. A row
+/// may be past its last attempt when somebody lowered `max_attempts` or changed the row by hand; it must
+/// not run once more.
+pub fn admit(counters: Counters, limits: Limits, expired: bool) -> Option<Transition> {
+    if expired {
+        return Some(expire(counters));
+    }
     (counters.attempt > limits.max_attempts).then(|| Transition::Bury {
         reason: DeathReason::Exhausted,
         counters: Counters { attempt: counters.attempt - 1, ..counters },
@@ -112,6 +117,18 @@ pub fn admit(counters: Counters, limits: Limits) -> Option<Transition> {
             ),
         },
     })
+}
+
+/// Decides what happens to a job that was not started in time, and was claimed for this only.
+pub fn expire(counters: Counters) -> Transition {
+    Transition::Bury {
+        reason: DeathReason::Expired,
+        counters,
+        record: AttemptRecord {
+            reason: AttemptReason::Expired,
+            error: "not run: it was not started in time (`expires`)".to_owned(),
+        },
+    }
 }
 
 /// Decides what happens to a job whose attempt has ended.
@@ -307,10 +324,19 @@ mod tests {
     }
 
     #[test]
+    fn a_job_that_was_not_started_in_time_is_buried_and_has_used_no_attempt() {
+        let Some(Transition::Bury { reason, counters, record }) = admit(at(0), LIMITS, true) else {
+            panic!("it must not run");
+        };
+        assert_eq!((reason, counters), (DeathReason::Expired, at(0)));
+        assert_eq!(record.reason, AttemptReason::Expired);
+    }
+
+    #[test]
     fn a_row_past_its_last_attempt_is_not_run_again() {
-        assert_eq!(admit(at(3), LIMITS), None);
+        assert_eq!(admit(at(3), LIMITS, false), None);
         assert!(matches!(
-            admit(at(4), LIMITS),
+            admit(at(4), LIMITS, false),
             Some(Transition::Bury { reason: DeathReason::Exhausted, counters, .. })
                 if counters.attempt == 3
         ));

@@ -100,6 +100,8 @@ words! {
         Undecodable = "undecodable",
         /// The job was cancelled while it ran.
         Cancelled = "cancelled",
+        /// It was not begun: the time in which the job was to be started was over.
+        Expired = "expired",
     }
 }
 
@@ -116,6 +118,8 @@ words! {
         Undecodable = "undecodable",
         /// The lease of the last allowed attempt expired.
         LeaseExpired = "lease_expired",
+        /// The job was not started in time: within its `expires`.
+        Expired = "expired",
     }
 }
 

@@ -52,6 +52,7 @@ pub(crate) struct Options {
     pub(crate) priority: Option<Value<i16>>,
     pub(crate) backoff: Option<BackoffOptions>,
     pub(crate) retention: Option<Value<Duration>>,
+    pub(crate) expires: Option<Value<Duration>>,
     pub(crate) unique: Option<UniqueOptions>,
     /// The parameters of which the key is made.
     pub(crate) key: Option<Vec<Ident>>,
@@ -97,6 +98,7 @@ const OPTIONS: &[(&str, &str)] = &[
     ("priority", "priority = 0"),
     ("backoff", "backoff(base = \"5s\", factor = 2.0, cap = \"1h\")"),
     ("retention", "retention = \"7d\""),
+    ("expires", "expires = \"10m\""),
     ("unique", "unique(by(image_id), scope = \"until_started\", on_conflict = \"replace\")"),
     ("key", "key = image_id"),
     ("on_block", "on_block = \"skip\""),
@@ -131,7 +133,9 @@ const OTHER_WORDS: &[(&str, &str)] = &[
     ("channel", "queue"),
     ("delay", "backoff"),
     ("keep", "retention"),
-    ("ttl", "retention"),
+    ("ttl", "expires"),
+    ("expiry", "expires"),
+    ("deadline", "expires"),
     ("krate", "crate"),
     ("min", "base"),
     ("initial", "base"),
@@ -160,6 +164,7 @@ impl Options {
             priority: None,
             backoff: None,
             retention: None,
+            expires: None,
             unique: None,
             key: None,
             on_block: None,
@@ -180,6 +185,7 @@ impl Options {
                 "priority" => options.priority = entry.number(problems),
                 "backoff" => options.backoff = entry.backoff(problems),
                 "retention" => options.retention = entry.duration(problems),
+                "expires" => options.expires = entry.duration(problems),
                 "unique" => options.unique = entry.unique(problems),
                 "key" => {
                     // What is wrong with it is said; then `on_block` is not to be complained about too.
@@ -826,6 +832,9 @@ fn duration_problem(key: &str, duration: Duration) -> Option<&'static str> {
         "timeout" if duration.is_zero() => {
             Some("`timeout` must be longer than 0s; leave it out for none")
         }
+        "expires" if duration.is_zero() => {
+            Some("`expires` must be longer than 0s; leave it out for none")
+        }
         _ => None,
     }
 }
@@ -1090,6 +1099,8 @@ mod tests {
             ("backoff(factor = 0.99)", true),
             ("backoff(factor = -2.0)", true),
             ("backoff(factor = 1e999)", true),
+            ("expires = \"1ms\"", false),
+            ("expires = \"0s\"", true),
             ("lease = \"1s\"", false),
             ("lease = \"999ms\"", true),
             ("lease = \"30d\"", false),

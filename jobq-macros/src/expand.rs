@@ -406,7 +406,8 @@ impl<'a> Writer<'a> {
         };
         let some = |value| quote!(::core::option::Option::Some(#value));
         let Options { queue, lease, timeout, max_attempts, .. } = self.options;
-        let Options { max_crashes, priority, backoff, retention, unique, .. } = self.options;
+        let Options { max_crashes, priority, backoff, retention, expires, unique, .. } =
+            self.options;
         let Options { key, on_block, .. } = self.options;
         let fields = [
             queue.as_ref().map(|it| field("queue", None, it.to_token_stream())),
@@ -417,6 +418,7 @@ impl<'a> Writer<'a> {
             priority.as_ref().map(|it| field("priority", it.place(), number(it))),
             backoff.as_ref().map(|it| field("backoff", it.place(), self.backoff(it))),
             retention.as_ref().map(|it| field("retention", it.place(), some(duration(it)))),
+            expires.as_ref().map(|it| field("expires", it.place(), some(duration(it)))),
             unique.as_ref().map(|it| field("unique", None, some(self.unique(it)))),
             key.as_ref().map(|it| {
                 let names = self.json_keys(it);

@@ -89,6 +89,7 @@ mod handler;
 /// | `priority = 1` | from 4 (first) to -4 (last) within its queue | 0 |
 /// | `backoff(base = "2s", factor = 2.0, cap = "10m")` | the wait before a retry | 5 s, 2.0, 1 h |
 /// | `retention = "7d"` | how long a finished job is kept | the queue's |
+/// | `expires = "10m"` | in which time from when it is due a job has to be started | none |
 /// | `unique`, `unique(…)` | of jobs with equal parameters only one is to be; see below | no |
 /// | `key = image_id`, `key(user_id, image_id)` | jobs with the same run one at a time, in order; see below | none |
 /// | `on_block = "skip"` | those behind a job with their key that cannot run now go on | `"block"`: they wait |
@@ -267,6 +268,7 @@ mod tests {
         "factor",
         "cap",
         "retention",
+        "expires",
         "crate",
         "register",
         "true",

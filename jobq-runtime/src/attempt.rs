@@ -125,7 +125,7 @@ async fn attempt(worker: &Worker, job: ClaimedJob, control: &Control) -> Option<
     let (lease, key) = (job.lease, job.key.clone());
     let settlement =
         |transition| Settlement { lease, transition, retention, doubtful: false, key: key.clone() };
-    if let Some(transition) = lifecycle::admit(job.counters, job.limits) {
+    if let Some(transition) = lifecycle::admit(job.counters, job.limits, job.expired) {
         return Some(settlement(transition));
     }
     // Claims ask for known kinds only.

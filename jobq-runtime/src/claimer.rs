@@ -527,6 +527,7 @@ impl<'w> Claimer<'w> {
         }
         let looked = self.claim().await?;
         Ok(!matches!(looked, Looked::NothingDue)
+            || self.next_start().is_some()
             || self.worker.running_count() > 0
             || !self.waiting.is_empty())
     }
@@ -641,6 +642,7 @@ mod tests {
             priority: 0,
             max_attempts: 3,
             max_crashes: 3,
+            expires: None,
             tags: Vec::new(),
             metadata: None,
             unique: None,

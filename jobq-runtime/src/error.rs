@@ -271,6 +271,13 @@ fn missing(error: &sqlx::Error) -> Option<(jobq_migrations::Dialect, i64)> {
     };
     // At most the version before the step that makes what is missing.
     let found = match () {
+        () if says("start_by") || says("expiring") => {
+            if dialect == Postgres {
+                6
+            } else {
+                5
+            }
+        }
         () if says("rules") || says(".turn") => 5,
         () if says("queue_limits") || says("queue_slots") => 4,
         () if says("pauses") => 3,

@@ -203,6 +203,7 @@ mod tests {
             run_after: Timestamp(run_after),
             counters: Counters::default(),
             limits: Limits { max_attempts: 1, max_crashes: 1 },
+            expired: false,
             created_at: Timestamp(0),
             tags: Vec::new(),
             metadata: serde_json::Map::new(),

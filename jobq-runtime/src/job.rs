@@ -59,6 +59,9 @@ pub struct JobOptions {
     /// How long a job is kept once its worker has completed or cancelled it; `Some(0)` deletes it at
     /// once. Default: what the queue says.
     pub retention: Option<Duration>,
+    /// In which time from when it is due a job has to be started; one that was not becomes a dead letter
+    /// with the reason `expired`, and does not run. Default: none.
+    pub expires: Option<Duration>,
     /// Which of its jobs are twins, of which only one is to be. Default: none.
     pub unique: Option<Unique>,
     /// The parameters of which a job's key is made: jobs with one key run one at a time, in the order
@@ -79,6 +82,7 @@ impl JobOptions {
         priority: 0,
         backoff: Backoff::DEFAULT,
         retention: None,
+        expires: None,
         unique: None,
         key: None,
         on_block: OnBlock::Block,
@@ -109,6 +113,13 @@ impl JobOptions {
             assert!(
                 timeout.as_secs() <= jobq_core::duration::MAX.as_secs(),
                 "`timeout` must be at most 100 years; leave it out for none"
+            );
+        }
+        if let Some(expires) = self.expires {
+            assert!(!expires.is_zero(), "`expires` must be longer than 0s; leave it out for none");
+            assert!(
+                expires.as_secs() <= jobq_core::duration::MAX.as_secs(),
+                "`expires` must be at most 100 years; leave it out for none"
             );
         }
         assert!(
@@ -177,6 +188,7 @@ pub struct NewJob {
     pub(crate) priority: i64,
     pub(crate) max_attempts: u32,
     pub(crate) max_crashes: u32,
+    pub(crate) expires: Option<Duration>,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: serde_json::Map<String, serde_json::Value>,
     pub(crate) unique: Option<Unique>,
@@ -216,6 +228,7 @@ impl NewJob {
             priority: i64::from(options.priority),
             max_attempts: options.max_attempts,
             max_crashes: options.max_crashes,
+            expires: options.expires,
             tags: Vec::new(),
             metadata: serde_json::Map::new(),
             unique: options.unique,
@@ -256,6 +269,21 @@ impl NewJob {
     /// Gives the job another number of attempts than its function's.
     pub fn max_attempts(mut self, max_attempts: u32) -> Self {
         self.max_attempts = max_attempts;
+        self
+    }
+
+    /// Gives the job so long from when it is due to be started, whatever its function says. A job that
+    /// was not becomes a dead letter with the reason `expired`, and does not run.
+    ///
+    /// What was started in time is not touched by this: it is retried as ever.
+    pub fn expires(mut self, expires: Duration) -> Self {
+        self.expires = Some(expires);
+        self
+    }
+
+    /// Lets the job be started at any time, whatever its function says.
+    pub fn without_expiry(mut self) -> Self {
+        self.expires = None;
         self
     }
 
@@ -374,6 +402,18 @@ impl NewJob {
             Due::After(delay) => CheckedDue::After(delay),
             Due::At(time) => CheckedDue::At(time?),
         };
+        let bad_expiry = match self.expires {
+            Some(expires) if expires < Duration::from_micros(1) => {
+                Some("it is 0: no job could be started")
+            }
+            Some(expires) if expires > jobq_core::duration::MAX => {
+                Some("it is longer than 100 years")
+            }
+            _ => None,
+        };
+        if let Some(problem) = bad_expiry {
+            return Err(Error::BadOption { option: "expires", problem: problem.to_owned() });
+        }
         let metadata = if self.metadata.is_empty() {
             None
         } else {
@@ -408,6 +448,7 @@ impl NewJob {
             due,
             max_attempts: self.max_attempts,
             max_crashes: self.max_crashes,
+            expires: self.expires,
             tags: self.tags,
             metadata,
             unique,
@@ -467,6 +508,8 @@ pub struct CheckedJob {
     pub(crate) priority: i16,
     pub(crate) max_attempts: u32,
     pub(crate) max_crashes: u32,
+    /// How long after `due` it has to be started.
+    pub(crate) expires: Option<Duration>,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: Option<String>,
     pub(crate) unique: Option<CheckedUnique>,

@@ -111,7 +111,7 @@ impl Gate {
         // Only where it is the rate that holds it up does waiting help.
         let next = match (self.limit.rate, tokens) {
             (Some(rate), Some(tokens)) if tokens == jobs && jobs < asked => {
-                rate.next(self.full_at, now)
+                rate.next(rate.spend(self.full_at, now, jobs), now)
             }
             _ => None,
         };
@@ -155,7 +155,8 @@ mod tests {
 
         let mut slow = gate(QueueLimit::rate(Rate::new(10, second)), 0);
         let first = slow.allows(100, NOW);
-        assert_eq!(first.jobs, 10);
+        let tenth = Some(Duration::from_millis(100));
+        assert_eq!((first.jobs, first.next), (10, tenth), "once these have started");
         slow.full_at = slow.spent(10, NOW).expect("it has a rate");
         let then = slow.allows(100, NOW);
         assert_eq!((then.jobs, then.next), (0, Some(Duration::from_millis(100))));

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use jobq_core::lifecycle;
+use jobq_core::job::SessionId;
+use jobq_core::lifecycle::{self, Transition};
 use jobq_core::pause::PauseScope;
 use jobq_core::queue::bands_with_fronts;
 use jobq_core::time::Timestamp;
@@ -102,6 +103,7 @@ pub(crate) async fn run(worker: Arc<Worker>) {
         last: None,
         keys_to: None,
         grants_to: None,
+        unburied: Vec::new(),
         careful_until: Instant::now() + CAREFUL,
     };
     // Spread the processes of a fleet that started together.
@@ -127,6 +129,8 @@ struct Sweep<'w> {
     keys_to: Option<UniqueKey>,
     /// The same with the grants of keys.
     grants_to: Option<String>,
+    /// Jobs taken because they have expired that could not be settled yet.
+    unburied: Vec<Settlement>,
     careful_until: Instant,
 }
 
@@ -177,10 +181,23 @@ impl Sweep<'_> {
         self.complain(&found.unknown);
         let text = serde_json::to_string(&notes).unwrap_or_default();
         store.note_duty(DUTY, holder, &text).await?;
+        let expired = self.bury_expired(holder).await?;
         let pruned = while_full(|| store.prune(STEP)).await?;
         self.prune_keys().await?;
         self.pass_on_grants().await?;
-        Ok(found.whole && pruned)
+        Ok(found.whole && expired && pruned)
+    }
+
+    /// False if there is more to do.
+    async fn bury_expired(&mut self, holder: SessionId) -> Result<bool> {
+        let started = Instant::now();
+        let store = &*self.worker.store;
+        while bury_expired(store, holder, &mut self.unburied).await? >= u64::from(STEP) {
+            if started.elapsed() > STEP_TIME {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Looks through a part of the keys of unique jobs; the next pass goes on from there.
@@ -247,6 +264,50 @@ pub(crate) async fn pass_on_all_grants(store: &dyn Store) -> Result<u64> {
             None => return Ok(woken),
         }
     }
+}
+
+/// Buries jobs that were not started in time, a step of them; returns how many. Claims do so with those that
+/// they meet; what is paused or held up by a limit, and what nobody serves, they do not meet.
+///
+/// What could not be settled is still ours, and is left to the next time.
+pub(crate) async fn bury_expired(
+    store: &dyn Store,
+    holder: SessionId,
+    left: &mut Vec<Settlement>,
+) -> Result<u64> {
+    left.extend(store.take_expired(holder, STEP).await?.iter().map(burying));
+    let settled = match settle_each(store, left).await {
+        Ok(settled) => settled,
+        Err(error) => {
+            for one in left {
+                one.doubtful = true;
+            }
+            return Err(error);
+        }
+    };
+    let mut buried = 0;
+    for (mut one, settled) in std::mem::take(left).into_iter().zip(settled) {
+        match settled {
+            Settled::Written => {
+                buried += u64::from(matches!(one.transition, Transition::Bury { .. }));
+            }
+            Settled::Busy => left.push(one),
+            Settled::CancelRequested => {
+                one.transition = Transition::Cancel { reason: None };
+                left.push(one);
+            }
+            Settled::Found | Settled::LeaseLost => {}
+        }
+    }
+    if buried > 0 {
+        tracing::warn!(jobs = buried, "buried jobs that were not started in time");
+    }
+    Ok(buried)
+}
+
+/// How a job is settled that was taken because it has expired.
+pub(crate) fn burying(job: &HeldJob) -> Settlement {
+    Settlement { transition: lifecycle::expire(job.counters), ..rescuing(job) }
 }
 
 /// Takes back the jobs of sessions whose lease expired; returns how many.

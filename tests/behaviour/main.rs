@@ -2,6 +2,7 @@
 
 mod bed;
 mod control;
+mod expiry;
 mod limits;
 mod pause;
 mod running;

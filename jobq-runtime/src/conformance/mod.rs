@@ -7,6 +7,7 @@ mod chaos;
 mod claim;
 mod complete_in;
 mod enqueue;
+mod expiry;
 #[cfg(feature = "postgres")]
 mod explain;
 mod fence;
@@ -286,6 +287,20 @@ on_every_database! {
         o3_other_queues_go_on_and_nothing_is_passed_by
         o4_a_rate_gives_its_burst_and_then_what_comes
         o4_no_more_start_than_the_rate_lets;
+    expiry:
+        e9_a_bad_expiry_is_a_typed_error
+        e9_a_job_that_is_not_started_in_time_is_buried_and_does_not_run
+        e9_a_redriven_job_does_not_expire_again
+        e9_a_replacing_twin_brings_its_own_time
+        e9_a_twin_of_an_expired_job_is_a_new_job
+        e9_a_worker_that_dies_before_it_has_buried_a_job_starts_nothing
+        e9_an_expired_job_lets_go_of_its_key
+        e9_many_that_were_started_in_time_do_not_hide_one_that_was_not
+        e9_one_that_is_cancelled_meanwhile_is_cancelled
+        e9_only_a_live_session_takes_what_has_expired
+        e9_the_time_counts_from_when_the_job_is_due
+        e9_what_claims_do_not_meet_is_buried_by_the_sweep
+        e9_what_was_started_in_time_is_tried_again_as_ever;
     proof:
         d2_a_pruned_jobs_attempts_are_pruned_with_it
         d2_one_of_many_has_a_duty_and_keeps_it
@@ -368,6 +383,8 @@ on_every_server! {
         o2_a_process_that_stops_anywhere_does_not_keep_its_keys;
     limits:
         o3_a_process_that_stops_anywhere_does_not_keep_a_limited_queue;
+    expiry:
+        e9_a_sweep_that_stops_anywhere_keeps_no_expired_job;
     enqueue:
         e1_higher_isolation_levels_commit_and_roll_back_alike;
     second_look:

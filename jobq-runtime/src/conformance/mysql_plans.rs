@@ -11,11 +11,12 @@ use sqlx::{ConnectOptions, Executor, Row};
 use super::bed::{Bed, LEASE};
 use crate::limit::QueueLimit;
 use crate::store::mysql::statements::{
-    LIMITED, OWN_SETTINGS, PAUSED, Wanted, behind_statement, expired_statement, finish_statement,
-    forget_statement, held_keys_statement, held_statement, keys_after_statement, lease_statement,
-    list, lock_keys_statement, lock_limit_statement, lock_waiting_statement, look_statement,
-    next_due_statement, next_statement, own_options, parked_statement, redrivable_statement,
-    slots_statements, sql, stale_statement, take_grants_statement, unleased_statement,
+    LIMITED, OWN_SETTINGS, PAUSED, Wanted, behind_statement, expired_statement, expiring_statement,
+    finish_statement, forget_statement, held_keys_statement, held_statement, keys_after_statement,
+    lease_statement, list, lock_keys_statement, lock_limit_statement, lock_waiting_statement,
+    look_statement, next_due_statement, next_statement, own_options, parked_statement,
+    redrivable_statement, slots_statements, sql, stale_statement, take_grants_statement,
+    unleased_statement,
 };
 use crate::store::{Floor, Schema};
 use crate::unique::UniqueKey;
@@ -199,7 +200,7 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
     assert!(read <= 2, "{read} rows are read of a table without any");
     bed.client.limit_queue("default", QueueLimit::running(50)).await.expect("limits");
     bed.execute("update jobq.queue_slots set job_id = slot * 2, token = 0").await;
-    for jobs in [10, 10_000, 1_000_000] {
+    for jobs in [10, 10_000, 100_000] {
         fill(&bed, jobs).await;
         for statistics in ["old", "new"] {
             if statistics == "new" {
@@ -240,10 +241,11 @@ pub(super) async fn d4_every_statement_is_led_by_an_index(bed: Bed) {
                 (unleased_statement("default", 2, beginning, end, 10), 10),
                 (parked_statement(&queues, &kinds, 20), 60),
                 (held_statement(3..=8), 20),
-                (lease_statement(3, 7), 4),
+                (lease_statement(3, 7, true), 4),
                 (finish_statement(&ids, "completed", 1, "null"), 20),
                 (forget_statement(3), 6),
                 (expired_statement(5), 8),
+                (expiring_statement((0, 0)), 4),
                 (redrivable_statement("id > 0", JobId(0), 5), 20),
                 ("delete from jobq_jobs where id = 5".to_owned(), 2),
                 (held_keys_statement(&[key(2), key(5)]), 8),

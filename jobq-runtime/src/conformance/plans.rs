@@ -13,8 +13,8 @@ use crate::store::postgres::statements::{
     BURY, CLAIM, CLAIM_LIMITED, CLAIM_LIMITED_WITH_KEYS, CLAIM_WITH_KEYS, DECIDE_GRANTS, EXTEND,
     FINISH, FINISH_AND_LOCK, HELD, KEYS_AFTER, LOCK, LOCK_GRANTS, LOCK_LIMITS, LOOK,
     LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, NEXT_DUE, OWN, PASS_ON, PRUNE, PRUNE_KEYS,
-    REQUEUE, REVIVE_DEAD, RULES, Reply, Rules, SHIFT, SLOTS, STALE_GRANTS, TAKE, TAKE_GRANTS,
-    TAKE_OVER, UNLEASED, UNPARK, claim_on,
+    REQUEUE, REVIVE_DEAD, RULES, Reply, Rules, SHIFT, SLOTS, STALE_GRANTS, TAKE, TAKE_EXPIRED,
+    TAKE_GRANTS, TAKE_OVER, UNLEASED, UNPARK, claim_on,
 };
 use crate::store::{Claimed, Floor};
 
@@ -249,6 +249,7 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
         statement("pass_on", "text[], int8[]", PASS_ON),
         statement("decide_grants", "text[], bool[], int8[], int8[], int8[], text[]", DECIDE_GRANTS),
         statement("stale_grants", "text, int8", STALE_GRANTS),
+        statement("take_expired", "int8, int8", TAKE_EXPIRED),
         statement("lock_limits", "text[]", LOCK_LIMITS),
         statement("slots", "text[], int8[]", SLOTS),
         statement("rules", "", RULES),
@@ -351,6 +352,11 @@ pub(super) async fn d4_every_statement_touches_only_its_rows(bed: Bed) {
          select 'key-' || n, 0 from generate_series(1, 50000) as n union all select 'hot', 6000000",
     )
     .await;
+    bed.execute(
+        "update jobq.jobs set start_by = now() - interval '1 minute'
+         where id between 150000 and 150099",
+    )
+    .await;
     assert_each_reads_little("planned on empty tables", &mut planned_on_empty, 1).await;
     let mut planned_with_stale_statistics = Server::connect(&bed).await;
     for statement in statements {
@@ -402,7 +408,7 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
         ("rules", 3.0),
     ];
     let limited: &[(&str, f64)] = &[("jobs", 60.0), ("queue_slots", 110.0), ("queue_limits", 10.0)];
-    let cases: [Case; 36] = [
+    let cases: [Case; 37] = [
         ("lock_limits", "array['default', 'other']".to_owned(), limited, 50.0),
         ("slots", "array['default'], array[10]".to_owned(), limited, 500.0),
         ("rules", String::new(), &[("rules", 1.0), ("pauses", 1.0), ("queue_limits", 3.0)], 50.0),
@@ -547,6 +553,7 @@ async fn assert_each_reads_little(when: &str, server: &mut Server, first: i64) {
             &[("key_grants", 2.0), ("jobs", 1_010.0)],
             3_500.0,
         ),
+        ("take_expired", "1, 50".to_owned(), &[("jobs", 150.0), ("sessions", 1.0)], 1_000.0),
         (
             "stale_grants",
             "'key-3', 50".to_owned(),

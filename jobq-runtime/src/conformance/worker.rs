@@ -81,6 +81,7 @@ pub(crate) fn job(kind: &'static str) -> CheckedJob {
         priority: 0,
         max_attempts: 3,
         max_crashes: 3,
+        expires: None,
         tags: Vec::new(),
         metadata: None,
         unique: None,

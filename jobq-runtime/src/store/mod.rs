@@ -260,6 +260,10 @@ pub(crate) trait Store: Send + Sync + 'static {
         limit: u32,
     ) -> BoxFuture<'a, Result<u64>>;
 
+    /// Leases jobs to a session that were not started in time and that nobody has, up to `limit`: they
+    /// are to be buried.
+    fn take_expired(&self, session: SessionId, limit: u32) -> BoxFuture<'_, Result<Vec<HeldJob>>>;
+
     /// Deletes finished jobs past their retention, up to `limit`.
     fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>>;
 
@@ -539,6 +543,8 @@ pub(crate) struct ClaimedJob {
     pub(crate) run_after: Timestamp,
     pub(crate) counters: Counters,
     pub(crate) limits: Limits,
+    /// It was to have been started by now, and is claimed to be buried only.
+    pub(crate) expired: bool,
     pub(crate) created_at: Timestamp,
     pub(crate) tags: Vec<String>,
     pub(crate) metadata: serde_json::Map<String, serde_json::Value>,

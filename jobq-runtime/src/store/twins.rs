@@ -81,6 +81,7 @@ impl UniqueCall {
                     twin.payload.clone_from(&job.payload);
                     twin.due = job.due;
                     twin.priority = job.priority;
+                    twin.expires = job.expires;
                     twin.unique = twin.unique.zip(job.unique).map(|(mut twin, job)| {
                         twin.on_conflict = job.on_conflict;
                         twin
@@ -287,6 +288,7 @@ mod tests {
             priority: 0,
             max_attempts: 1,
             max_crashes: 1,
+            expires: None,
             tags: Vec::new(),
             metadata: None,
             unique: None,

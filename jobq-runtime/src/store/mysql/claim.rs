@@ -249,7 +249,8 @@ impl Wanted {
         let (jobs, queue, kinds, now) = (jobs_by_id(ids), literal(queue), &self.kinds, now.0);
         format!(
             "select job.id, token, kind, run_after, attempt, crashes, interruptions, max_attempts,
-                    max_crashes, created_at, tags, metadata, payload, job_key, on_block
+                    max_crashes, created_at, tags, metadata, payload, job_key, on_block,
+                    coalesce(start_by <= {now}, 0) as expired
              from {jobs}
              where queue = {queue}
                and band = {band}
@@ -507,19 +508,20 @@ async fn lease(
         execute(connection, schema, end).await?;
         return Ok(true);
     }
-    let mut by_session: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
+    let mut by_session: BTreeMap<i64, Vec<(i64, bool)>> = BTreeMap::new();
     for job in jobs.iter().filter(|job| job.turn == Turn::Runs) {
-        by_session.entry(job.lease.session.0).or_default().push(job.lease.job.0);
+        let jobs = by_session.entry(job.lease.session.0).or_default();
+        jobs.push((job.lease.job.0, !job.expired));
     }
     let all_live =
         |lock: &str| format!("({} {lock}) = {}", wanted.live_statement(), wanted.sessions.len());
     let mut text = format!("{}; ", check(&all_live("lock in share mode")));
-    for (session, mut ids) in by_session {
-        ids.sort_unstable();
-        for id in &ids {
-            write!(text, "{}; ", lease_statement(*id, session)).expect("text grows");
+    for (session, mut jobs) in by_session {
+        jobs.sort_unstable();
+        for (id, starts) in &jobs {
+            write!(text, "{}; ", lease_statement(*id, session, *starts)).expect("text grows");
         }
-        let (leased, ids) = (ids.len(), list(ids));
+        let (leased, ids) = (jobs.len(), list(jobs.into_iter().map(|(id, _)| id)));
         let all = check(&format!(
             "(select count(*) from jobq_jobs where id in ({ids}) and leased_by = {session}) = {leased}"
         ));
@@ -543,10 +545,11 @@ async fn lease(
 
 /// One by one: for a list of ids the server may read all of a small table, and what it locks for a
 /// moment meanwhile another claim would skip.
-pub(crate) fn lease_statement(id: i64, session: i64) -> String {
+pub(crate) fn lease_statement(id: i64, session: i64, starts: bool) -> String {
+    let attempt = u8::from(starts);
     format!(
         "update jobq_jobs
-         set token = token + 1, attempt = attempt + 1, leased_by = {session}
+         set token = token + 1, attempt = attempt + {attempt}, leased_by = {session}
          where id = {id}"
     )
 }
@@ -559,7 +562,8 @@ fn claimed_job(
     session: SessionId,
 ) -> sqlx::Result<ClaimedJob> {
     let mut counters = counters(row)?;
-    counters.attempt += 1;
+    let expired = is_set(row, "expired")?;
+    counters.attempt += u32::from(!expired);
     Ok(ClaimedJob {
         lease: Lease {
             job: JobId(get(row, "id")?),
@@ -572,6 +576,7 @@ fn claimed_job(
         run_after: Timestamp(get(row, "run_after")?),
         counters,
         limits: limits(row)?,
+        expired,
         created_at: Timestamp(get(row, "created_at")?),
         tags: tags_list(get(row, "tags")?),
         metadata: metadata_map(get(row, "metadata")?),

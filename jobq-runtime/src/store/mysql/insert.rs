@@ -8,7 +8,9 @@ use sqlx::mysql::{MySql, MySqlConnection, MySqlPool};
 use sqlx::pool::PoolConnection;
 use sqlx::{Connection, Executor, Transaction};
 
-use super::{Checkout, Error, MysqlStore, Result, Schema, killed, number, on_callers, sql, unique};
+use super::{
+    Checkout, Error, MysqlStore, Result, Schema, execute, killed, number, on_callers, sql, unique,
+};
 use crate::context::CompleteTarget;
 use crate::enqueue::sealed::Sealed;
 use crate::enqueue::{EnqueueTarget, Enqueued};
@@ -119,7 +121,8 @@ async fn insert_on(
     jobs: &[CheckedJob],
 ) -> Result<Vec<Enqueued>> {
     let call = UniqueCall::of(jobs)?;
-    let is_one_statement = call.is_none() && chunks(jobs).len() < 2;
+    let expires = jobs.iter().any(|job| job.expires.is_some());
+    let is_one_statement = call.is_none() && !expires && chunks(jobs).len() < 2;
     let enqueued = if is_one_statement {
         insert_all(connection, schema, jobs, None).await
     } else if has_begun(connection).await? {
@@ -213,14 +216,21 @@ async fn insert_chunk(
     };
     // Text is sent as bytes: the connection's own character set may not have what is in it.
     // `run_after` is never before the clock: a row must not appear behind what workers have passed.
-    let one = "(
-        ?, ?, greatest(coalesce(?, insert_now_us() + ?), insert_now_us()), ?, ?, ?, ?,
-        convert(? using utf8mb4), convert(? using utf8mb4), convert(? using utf8mb4), ?, ?, ?, ?
-    )";
+    let due = "greatest(coalesce(?, insert_now_us() + ?), insert_now_us())";
+    // A time that is none is not worked out for every job.
+    let expires = jobs.iter().any(|job| job.expires.is_some());
+    let (start_by, column) =
+        if expires { (format!(", {due} + ?"), ", start_by") } else { (String::new(), "") };
+    let one = format!(
+        "(
+             ?, ?, {due}, ?, ?, ?, ?, convert(? using utf8mb4), convert(? using utf8mb4),
+             convert(? using utf8mb4), ?, ?, ?, ?{start_by}
+         )"
+    );
     let text = format!(
         "insert into jobq_jobs (
              kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
-             unique_key, unique_scope, job_key, on_block
+             unique_key, unique_scope, job_key, on_block{column}
          ) values {}",
         vec![one; jobs.len()].join(", ")
     );
@@ -246,13 +256,44 @@ async fn insert_chunk(
             .bind(job.unique.map(|unique| unique.scope.as_str()))
             .bind(job.key.as_ref().map(|key| key.text.as_bytes()))
             .bind(job.key.as_ref().map(|key| key.on_block.as_str()));
+        if expires {
+            insert = insert.bind(time).bind(delay).bind(job.expires.map(micros));
+        }
     }
-    let written = insert.execute(connection).await?;
+    let written = insert.execute(&mut *connection).await?;
     if written.rows_affected() != jobs.len() as u64 {
         return Err(killed());
     }
     let first = written.last_insert_id() as i64;
-    Ok((0..jobs.len() as i64).map(|n| JobId(first + n * step)).collect())
+    let ids: Vec<JobId> = (0..jobs.len() as i64).map(|n| JobId(first + n * step)).collect();
+    if expires {
+        list_expiring(connection, schema, jobs, &ids).await?;
+    }
+    Ok(ids)
+}
+
+/// Lists the jobs that expire, for the sweep. It meets them a little later than they do: the clock is read
+/// again.
+async fn list_expiring(
+    connection: &mut MySqlConnection,
+    schema: &Schema,
+    jobs: &[CheckedJob],
+    ids: &[JobId],
+) -> sqlx::Result<()> {
+    let rows = jobs.iter().zip(ids).filter_map(|(job, id)| {
+        let expires = micros(job.expires?);
+        let due = match job.due {
+            CheckedDue::After(delay) => format!("now_us() + {}", micros(delay)),
+            CheckedDue::At(time) => format!("greatest({}, now_us())", time.0),
+        };
+        Some(format!("({due} + {expires}, {id})"))
+    });
+    let rows: Vec<String> = rows.collect();
+    let text = format!("insert into jobq_expiring (start_by, job_id) values {}", rows.join(", "));
+    if execute(connection, schema, &text).await? != rows.len() as u64 {
+        return Err(killed());
+    }
+    Ok(())
 }
 
 impl Sealed for &MySqlPool {}

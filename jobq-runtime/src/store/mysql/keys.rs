@@ -39,7 +39,10 @@ const HOLDER: &str = "coalesce(
         and (job.on_block = 'block' or job.leased_by <> 0 or job.run_after <= now_us())),
      (select dead.id
       from jobq_dead as dead force index (primary)
-      where dead.id = held.job_id and dead.job_key = held.job_key and dead.on_block = 'block')
+      where dead.id = held.job_id
+        and dead.job_key = held.job_key
+        and dead.on_block = 'block'
+        and dead.reason <> 'expired')
  )";
 
 impl MysqlStore {

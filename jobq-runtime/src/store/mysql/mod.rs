@@ -528,6 +528,10 @@ impl Store for MysqlStore {
         Box::pin(within("unpark jobs", self.unpark(queues, kinds, limit)))
     }
 
+    fn take_expired(&self, session: SessionId, limit: u32) -> BoxFuture<'_, Result<Vec<HeldJob>>> {
+        Box::pin(within("take expired jobs", self.take_expired(session, limit)))
+    }
+
     fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>> {
         Box::pin(within("prune finished jobs", self.prune(limit)))
     }
@@ -655,7 +659,9 @@ pub(crate) mod statements {
     pub(crate) use super::look::redrivable_statement;
     pub(crate) use super::pause::PAUSED;
     pub(crate) use super::settle::{finish_statement, forget_statement, held_statement};
-    pub(crate) use super::sweep::{expired_statement, parked_statement, unleased_statement};
+    pub(crate) use super::sweep::{
+        expired_statement, expiring_statement, parked_statement, unleased_statement,
+    };
     pub(crate) use super::unique::{
         held_keys_statement, keys_after_statement, lock_keys_statement,
     };

@@ -231,6 +231,8 @@ fn writes(
                 statements.push(format!(
                     "update jobq_jobs
                      set leased_by = 0,
+                         -- Of one that was started; what was claimed to be buried has no attempt.
+                         start_by = if(attempt = 0, start_by, null),
                          isolated = 0,
                          attempt = {attempt},
                          crashes = {crashes},

@@ -20,7 +20,7 @@ const OLDEST_MARIADB: [u32; 3] = [10, 6, 0];
 const PACKET: u64 = 8 * 1024 * 1024;
 
 /// Every table that the runtime reads and writes.
-const TABLES: [&str; 12] = [
+const TABLES: [&str; 13] = [
     "jobq_jobs",
     "jobq_sessions",
     "jobq_closed_sessions",
@@ -33,6 +33,7 @@ const TABLES: [&str; 12] = [
     "jobq_pauses",
     "jobq_queue_limits",
     "jobq_queue_slots",
+    "jobq_expiring",
 ];
 
 impl MysqlStore {

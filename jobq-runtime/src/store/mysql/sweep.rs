@@ -8,13 +8,13 @@ use jobq_core::time::{Timestamp, micros};
 use sqlx::Row;
 use sqlx::mysql::MySqlRow;
 
-use super::claim::{close_statement, counters, key, limits};
+use super::claim::{close_statement, counters, key, lease_statement, limits};
 use super::due::{DUE, Key, LOCK_JOBS, Range, jobs_by_id};
 use super::settle::forget_statement;
 use super::{
-    Checkout, Floor, HeldJob, Horizon, LIST, LiveSession, MysqlStore, Result, Shift, UnleasedJob,
-    again, execute, get, is_set, list, literal, literal_or_null, literals, number, rows, within,
-    written,
+    CHECK_FAILED, Checkout, Floor, HeldJob, Horizon, LIST, LiveSession, MysqlStore, Result, Shift,
+    UnleasedJob, again, check, execute, get, is_set, killed, list, literal, literal_or_null,
+    literals, number, rows, within, written,
 };
 
 /// How many jobs one statement looks through.
@@ -25,6 +25,9 @@ const NO_TRANSACTION: i64 = 1 << 48;
 
 /// How often the list of transactions is asked for; see [`MysqlStore::horizon`].
 const HORIZON_TRIES: u32 = 10;
+
+/// How many lists of jobs whose time is over one look for expired ones reads: most of them were started.
+const EXPIRING_ROUNDS: u32 = 100;
 
 /// A job that waits for its kind: for somebody to know it, or for it to be resumed.
 const IS_PARKED: &str = "wait_reason in ('kind', 'paused')";
@@ -397,6 +400,86 @@ impl MysqlStore {
         Ok(moved)
     }
 
+    pub(super) async fn take_expired(
+        &self,
+        session: SessionId,
+        limit: u32,
+    ) -> sqlx::Result<Vec<HeldJob>> {
+        let mut taken = Vec::new();
+        let mut after = (i64::MIN, 0);
+        for _ in 0..EXPIRING_ROUNDS {
+            // Without a lock: as a rule there are none.
+            let found = self.rows(&expiring_statement(after)).await?;
+            let (mut ids, mut forget) = (Vec::new(), Vec::new());
+            for row in &found {
+                after = (get(row, "start_by")?, get(row, "job_id")?);
+                match get::<Option<i64>>(row, "held")? {
+                    Some(0) => ids.push(after.1),
+                    Some(_) => {}
+                    None => forget.push(format!(
+                        "delete from jobq_expiring where start_by = {} and job_id = {}",
+                        after.0, after.1
+                    )),
+                }
+            }
+            if !forget.is_empty() {
+                let forget = forget.join("; ");
+                again(|| self.rows(&forget)).await?;
+            }
+            // One that was replaced is there more than once.
+            ids.sort_unstable();
+            ids.dedup();
+            ids.truncate(limit as usize - taken.len());
+            if !ids.is_empty() {
+                taken.extend(again(|| self.take_these(&ids, session)).await?);
+            }
+            if found.len() < LIST || taken.len() >= limit as usize {
+                break;
+            }
+        }
+        Ok(taken)
+    }
+
+    /// Leases those of these jobs that have expired and that nobody has; none if the session is not live.
+    async fn take_these(&self, ids: &[i64], session: SessionId) -> sqlx::Result<Vec<HeldJob>> {
+        let mut connection = self.own().await?;
+        let jobs = jobs_by_id(ids.iter().copied());
+        let look = format!(
+            "begin;
+             select job.id as job, token + 1 as token, cast({session} as signed) as leased_by, attempt,
+                    crashes, interruptions, max_attempts, max_crashes, isolated, cancel_requested,
+                    job_key, on_block
+             from {jobs}
+             where leased_by = 0 and start_by <= now_us()
+             {LOCK_JOBS}"
+        );
+        let found = rows(&mut connection, &self.schema, &look).await?;
+        let taken: Vec<HeldJob> =
+            found.iter().map(|row| held_job_with_id(row, "job")).collect::<sqlx::Result<_>>()?;
+        // The session is locked at the end only, so that its heartbeats wait for the server at most.
+        let mut write = check(&format!(
+            "(
+                 select count(*) from jobq_sessions force index (primary)
+                 where id = {session} and leased_until > now_us()
+                 lock in share mode
+             ) = 1"
+        ));
+        for job in &taken {
+            let lease = lease_statement(job.lease.job.0, session.0, false);
+            write!(write, "; {lease}").expect("text grows");
+        }
+        write.push_str("; commit");
+        match execute(&mut connection, &self.schema, &write).await {
+            Ok(leased) if leased == taken.len() as u64 => {}
+            Ok(_) => return Err(killed()),
+            // With its connection the transaction ends, too.
+            Err(error) if number(&error) == Some(CHECK_FAILED) => return Ok(Vec::new()),
+            Err(error) => return Err(error),
+        }
+        connection.hand_back();
+        Ok(taken)
+    }
+
     pub(super) async fn prune(&self, limit: u32) -> sqlx::Result<u64> {
         let mut pruned = 0;
         while pruned < u64::from(limit) {
@@ -530,10 +613,36 @@ pub(crate) fn expired_statement(limit: u32) -> String {
     )
 }
 
+/// Jobs on the list whose time is over, from a place on: `held` is who has them, 0 for nobody, and null if
+/// they need not be on the list any more, for they have ended, were started, or have another time. (The
+/// clock may have stepped back between the job's time and the list's.)
+pub(crate) fn expiring_statement((start_by, job): (i64, i64)) -> String {
+    format!(
+        "select listed.start_by, listed.job_id,
+                (
+                    select leased_by
+                    from jobq_jobs as job force index (primary)
+                    where job.id = listed.job_id
+                      and job.start_by <= now_us() + 60000000
+                      and (leased_by = 0 or attempt = 0)
+                ) as held
+         from jobq_expiring as listed force index (primary)
+         where listed.start_by <= now_us()
+           and listed.start_by >= {start_by}
+           and (listed.start_by > {start_by} or listed.job_id > {job})
+         order by listed.start_by, listed.job_id
+         limit {LIST}"
+    )
+}
+
 fn held_job(row: &MySqlRow) -> sqlx::Result<HeldJob> {
+    held_job_with_id(row, "id")
+}
+
+fn held_job_with_id(row: &MySqlRow, id: &str) -> sqlx::Result<HeldJob> {
     Ok(HeldJob {
         lease: Lease {
-            job: JobId(get(row, "id")?),
+            job: JobId(get(row, id)?),
             token: Token(get(row, "token")?),
             session: SessionId(get(row, "leased_by")?),
         },

@@ -146,7 +146,7 @@ struct Row {
     until_finished: bool,
     /// Whether the time of a scope with a time has not come.
     lasts: bool,
-    /// The token and the holder of its job, if it is there.
+    /// The token and the holder of its job, if it is there and has not expired.
     state: Option<(i64, i64)>,
 }
 
@@ -206,7 +206,9 @@ async fn look(
         "select held.unique_key, held.job_id, held.taken, held.scope,
                 held.expires_at > now_us() as lasts, job.token, job.leased_by
          from jobq_uniques as held force index (primary)
-         left join jobq_jobs as job force index (primary) on job.id = held.job_id
+         left join jobq_jobs as job force index (primary)
+             on job.id = held.job_id
+                and (job.leased_by <> 0 or coalesce(job.start_by > now_us(), 1))
          where held.unique_key in ({})",
         joined(keys.iter().map(|(key, _)| hex(key)), ", ")
     );
@@ -228,7 +230,7 @@ fn read(row: &MySqlRow) -> sqlx::Result<Row> {
     })
 }
 
-/// Gives a job the payload, time and priority of another; false if it is not there, runs, or has
+/// Gives a job the payload, time, expiry and priority of another; false if it is not there, runs, or has
 /// started and keeps others out only until then.
 async fn replace(
     connection: &mut MySqlConnection,
@@ -256,6 +258,10 @@ async fn replace(
                      least(coalesce(?, insert_now_us() + ?), created_at + ?)
                  )
              end,
+             start_by = greatest(
+                 insert_now_us(),
+                 least(coalesce(?, insert_now_us() + ?), created_at + ?)
+             ) + ?,
              priority = ?,
              band = ?,
              payload = convert(? using utf8mb4)
@@ -266,13 +272,26 @@ async fn replace(
     .bind(time)
     .bind(delay)
     .bind(max_wait)
+    .bind(time)
+    .bind(delay)
+    .bind(max_wait)
+    .bind(job.expires.map(micros))
     .bind(job.priority)
     .bind(job.priority)
     .bind(job.payload.as_bytes())
     .bind(id.0)
-    .execute(connection)
+    .execute(&mut *connection)
     .await?;
-    Ok(done.rows_affected() == 1)
+    let replaced = done.rows_affected() == 1;
+    if replaced && job.expires.is_some() {
+        let list = format!(
+            "insert into jobq_expiring (start_by, job_id)
+             select start_by, id from jobq_jobs where id = {id} and start_by is not null
+             on duplicate key update job_id = jobq_expiring.job_id"
+        );
+        execute(connection, schema, &list).await?;
+    }
+    Ok(replaced)
 }
 
 /// Writes down the jobs that have keys now. All of these are there and locked.

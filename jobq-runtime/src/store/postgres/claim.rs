@@ -281,14 +281,15 @@ macro_rules! claim_statement {
     taken as (
         update jobq.jobs as job
         set token = token + 1,
-            attempt = attempt + 1,
+            attempt = attempt + case when start_by <= statement_timestamp() then 0 else 1 end,
             leased_by = ($9::int8[])[array_position($8::text[], job.kind)]
         from due
         where job.ctid = due.tid
         returning job.id, job.token, job.leased_by, job.kind, job.queue, job.band,
                   job.run_after, job.priority, job.attempt, job.crashes, job.interruptions,
                   job.max_attempts, job.max_crashes, job.created_at, job.tags,
-                  job.metadata, job.payload, job.job_key, job.on_block
+                  job.metadata, job.payload, job.job_key, job.on_block,
+                  coalesce(job.start_by <= statement_timestamp(), false) as expired
     )",
             $grants,
             $places,
@@ -433,6 +434,7 @@ fn claimed_job(row: &PgRow) -> sqlx::Result<ClaimedJob> {
         run_after: row.try_get::<Time, _>("run_after")?.0,
         counters: counters(row)?,
         limits: limits(row)?,
+        expired: row.try_get("expired")?,
         created_at: row.try_get::<Time, _>("created_at")?.0,
         tags: tags_list(row.try_get("tags")?),
         metadata: metadata_map(row.try_get("metadata")?),

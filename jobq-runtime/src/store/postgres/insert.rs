@@ -270,6 +270,8 @@ async fn insert_chunk(
     // Shorter than the others where no job is unique: what is missing is null.
     let (mut unique_keys, mut unique_scopes) = (Vec::new(), Vec::new());
     let mut last: Vec<Option<i64>> = Vec::new();
+    // The same where none expires.
+    let mut expires: Vec<Option<i64>> = Vec::new();
     // The same where no job has a key.
     let (mut job_keys, mut on_blocks) = (Vec::new(), Vec::new());
     for (index, job) in jobs.iter().enumerate() {
@@ -287,6 +289,10 @@ async fn insert_chunk(
         tags.push(crate::store::tags_json(&job.tags));
         metadata.push(job.metadata.as_deref());
         payloads.push(&*job.payload);
+        if let Some(time) = job.expires {
+            expires.resize(index, None);
+            expires.push(Some(micros(time)));
+        }
         if let Some(unique) = job.unique {
             unique_keys.resize(index, None);
             unique_scopes.resize(index, None);
@@ -326,7 +332,8 @@ async fn insert_chunk(
         .bind(unique_keys)
         .bind(unique_scopes)
         .bind(job_keys)
-        .bind(on_blocks);
+        .bind(on_blocks)
+        .bind(expires);
     if statement == INSERT_UNIQUE {
         // Planned anew: a plan from when the tables were empty would read all of them.
         insert = insert.bind(last).persistent(false);
@@ -343,7 +350,7 @@ macro_rules! insert_statement {
                  insert into jobq.jobs (",
             $columns,
             "kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
-                     unique_key, unique_scope, job_key, on_block)
+                     unique_key, unique_scope, job_key, on_block, start_by)
                  ",
             $overriding,
             "
@@ -356,14 +363,20 @@ macro_rules! insert_statement {
                         ),
                         job.priority, job.priority, job.max_attempts, job.max_crashes, job.tags,
                         job.metadata, job.payload, job.unique_key, job.unique_scope,
-                        job.job_key, job.on_block
+                        job.job_key, job.on_block,
+                        case when job.expires is not null then
+                            greatest(
+                                coalesce(job.at, clock_timestamp() + job.delay * interval '1 microsecond'),
+                                clock_timestamp()
+                            ) + job.expires * interval '1 microsecond'
+                        end
                  from unnest($1::text[], $2::text[], $3::int8[], $4::timestamptz[], $5::int2[],
                              $6::int4[], $7::int2[], $8::text[], $9::text[], $10::text[], $12::int8[],
-                             $13::bytea[], $14::text[], $15::text[], $16::text[])
+                             $13::bytea[], $14::text[], $15::text[], $16::text[], $17::int8[])
                       with ordinality
                       as job (kind, queue, delay, at, priority, max_attempts, max_crashes, tags,
                               metadata, payload, id, unique_key, unique_scope, job_key,
-                              on_block, n)
+                              on_block, expires, n)
                  order by job.n
                  returning id, queue, band, run_after, unique_key, unique_scope
              ),
@@ -402,7 +415,7 @@ const INSERT_UNIQUE: &str = insert_statement!(
          from (
              select place.tid, twin.lasting
              from added
-             join unnest($12::int8[], $17::int8[]) as twin (id, lasting) on twin.id = added.id
+             join unnest($12::int8[], $18::int8[]) as twin (id, lasting) on twin.id = added.id
              cross join lateral (
                  select ctid as tid
                  from jobq.uniques
@@ -439,6 +452,7 @@ mod tests {
             priority: 0,
             max_attempts: 1,
             max_crashes: 1,
+            expires: None,
             tags: Vec::new(),
             metadata: None,
             unique: None,

@@ -287,7 +287,10 @@ macro_rules! holder {
               order by job.id
               limit 1),
              (select case
-                         when dead.job_key = held.job_key and dead.on_block = 'block' then dead.id
+                         when dead.job_key = held.job_key
+                              and dead.on_block = 'block'
+                              and dead.reason <> 'expired'
+                         then dead.id
                      end
               from jobq.dead as dead
               where dead.id = held.job_id)
@@ -365,7 +368,7 @@ pub(crate) const DECIDE_GRANTS: &str = concat!(
     ",
      waiting as (
          update jobq.jobs as job
-         set leased_by = 0, isolated = false, attempt = attempt - 1, band = -32768,
+         set leased_by = 0, isolated = false, attempt = greatest(attempt - 1, 0), band = -32768,
              run_after = 'infinity', wait_reason = 'key'
          from (
              select ctid as tid

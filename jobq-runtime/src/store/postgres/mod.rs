@@ -67,7 +67,7 @@ pub(crate) mod statements {
     pub(crate) use super::settle::{
         BURY, FINISH, FINISH_AND_LOCK, LOOK_AT_CRASHED, LOOK_AT_ENDED, LOOK_AT_JOBS, REQUEUE,
     };
-    pub(crate) use super::sweep::{PRUNE, SHIFT, UNLEASED, UNPARK};
+    pub(crate) use super::sweep::{PRUNE, SHIFT, TAKE_EXPIRED, UNLEASED, UNPARK};
     pub(crate) use super::unique::{KEYS_AFTER, LOCK, LOOK, OWN, PRUNE_KEYS, TAKE, TAKE_OVER};
 }
 
@@ -395,6 +395,10 @@ impl Store for PostgresStore {
         limit: u32,
     ) -> BoxFuture<'a, Result<u64>> {
         Box::pin(within("unpark jobs", self.unpark(queues, kinds, limit)))
+    }
+
+    fn take_expired(&self, session: SessionId, limit: u32) -> BoxFuture<'_, Result<Vec<HeldJob>>> {
+        Box::pin(within("take expired jobs", self.take_expired(session, limit)))
     }
 
     fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>> {

@@ -216,6 +216,8 @@ pub(crate) const REQUEUE: &str = "
     moved as (
         update jobq.jobs as job
         set leased_by = 0,
+            -- Of one that was started; what was claimed to be buried has no attempt.
+            start_by = case when job.attempt = 0 then job.start_by end,
             isolated = false,
             attempt = ($4::int4[])[held.n],
             crashes = ($5::int2[])[held.n],

@@ -276,6 +276,21 @@ impl PostgresStore {
         Ok(done.rows_affected())
     }
 
+    pub(super) async fn take_expired(
+        &self,
+        session: SessionId,
+        limit: u32,
+    ) -> sqlx::Result<Vec<HeldJob>> {
+        let mut connection = self.own().await?;
+        let rows = sqlx::query(self.sql(TAKE_EXPIRED))
+            .bind(session.0)
+            .bind(i64::from(limit))
+            .fetch_all(&mut *connection)
+            .await?;
+        connection.hand_back();
+        rows.iter().map(held_job).collect()
+    }
+
     pub(super) async fn prune(&self, limit: u32) -> sqlx::Result<u64> {
         let mut connection = self.own().await?;
         let pruned: i64 = sqlx::query_scalar(self.sql(PRUNE))
@@ -361,6 +376,30 @@ fn held_job(row: &PgRow) -> sqlx::Result<HeldJob> {
         key: key(row)?,
     })
 }
+
+// Those that run are past their time, too, for they were started in it.
+pub(crate) const TAKE_EXPIRED: &str = "
+    with live as materialized (
+        select id from jobq.sessions
+        where id = $1 and leased_until > statement_timestamp()
+        for key share
+    ),
+    expired as materialized (
+        select ctid as tid
+        from jobq.jobs
+        where start_by <= statement_timestamp()
+          and leased_by = 0
+          and (select count(*) from live) = 1
+        order by start_by
+        limit $2
+        for no key update skip locked
+    )
+    update jobq.jobs as job
+    set token = token + 1, leased_by = $1
+    from expired
+    where job.ctid = expired.tid
+    returning id, token, leased_by, attempt, crashes, interruptions, max_attempts, max_crashes,
+              isolated, cancel_requested, job_key, on_block";
 
 pub(crate) const PRUNE: &str = "
     with expired as materialized (

@@ -209,15 +209,20 @@ macro_rules! live {
         "case held.scope
              when 'until_started' then coalesce(
                  (
-                     select token from jobq.jobs
+                     select token = 0 and coalesce(start_by > statement_timestamp(), true)
+                     from jobq.jobs
                      where id between held.job_id and held.job_id order by id limit 1
-                 ) = 0,
+                 ),
                  false
              )
-             when 'until_finished' then (
-                 select id from jobq.jobs
-                 where id between held.job_id and held.job_id order by id limit 1
-             ) is not null
+             when 'until_finished' then coalesce(
+                 (
+                     select leased_by <> 0 or coalesce(start_by > statement_timestamp(), true)
+                     from jobq.jobs
+                     where id between held.job_id and held.job_id order by id limit 1
+                 ),
+                 false
+             )
              else held.expires_at > statement_timestamp()
          end"
     };
@@ -238,7 +243,7 @@ pub(crate) const LOOK: &str = concat!(
      where held.unique_key = any($1)"
 );
 
-/// Gives a job the payload, time and priority of another; false if it is not there, runs, or has
+/// Gives a job the payload, time, expiry and priority of another; false if it is not there, runs, or has
 /// started and keeps others out only until then.
 async fn replace(
     connection: &mut PgConnection,
@@ -261,6 +266,7 @@ async fn replace(
         .bind(delay)
         .bind(time)
         .bind(max_wait)
+        .bind(job.expires.map(micros))
         .persistent(false)
         .execute(connection)
         .await?;
@@ -283,7 +289,14 @@ pub(crate) const REPLACE: &str = "
                     created_at + $6 * interval '1 microsecond'
                 )
             )
-        end
+        end,
+        start_by = greatest(
+            clock_timestamp(),
+            least(
+                coalesce($5, clock_timestamp() + $4 * interval '1 microsecond'),
+                created_at + $6 * interval '1 microsecond'
+            )
+        ) + $7 * interval '1 microsecond'
     where id = $1
       and leased_by = 0
       and (token = 0 or unique_scope <> 'until_started')";

@@ -396,10 +396,11 @@ async fn lease(
     jobs: &[ClaimedJob],
 ) -> sqlx::Result<()> {
     let run = jobs.iter().filter(|job| job.turn == Turn::Runs);
-    let rows: Vec<(i64, i64)> = run.map(|job| (job.lease.job.0, job.lease.session.0)).collect();
+    let rows: Vec<(i64, i64, u32)> =
+        run.map(|job| (job.lease.job.0, job.lease.session.0, job.counters.attempt)).collect();
     sqlx::query(sql(
         schema,
-        "insert into jobq_do_lease select value ->> 0, value ->> 1 from json_each(?1)",
+        "insert into jobq_do_lease select value ->> 0, value ->> 1, value ->> 2 from json_each(?1)",
     ))
     .bind(json(rows))
     .execute(connection)
@@ -409,20 +410,21 @@ async fn lease(
 
 /// Leases a job to a session.
 pub(super) const DO_LEASE: &str = "
-    create temp view jobq_do_lease (id, session) as select null, null;
+    create temp view jobq_do_lease (id, session, attempt) as select null, null, null;
     create temp trigger jobq_do_lease_row instead of insert on jobq_do_lease
     begin
         update jobq_jobs
-        set token = token + 1, attempt = attempt + 1, leased_by = new.session
+        set token = token + 1, attempt = new.attempt, leased_by = new.session
         where id = new.id;
     end;";
 
 macro_rules! due {
     ($after_the_floor:literal) => {
         concat!(
-            "select id, token + 1 as token, kind, run_after, attempt + 1 as attempt, crashes,
+            "select id, token + 1 as token, kind, run_after, crashes,
+                    attempt + (coalesce(start_by <= ?3, 0) = 0) as attempt,
                     interruptions, max_attempts, max_crashes, created_at, tags, metadata, payload,
-                    job_key, on_block
+                    job_key, on_block, coalesce(start_by <= ?3, 0) as expired
              from jobq_jobs indexed by jobq_jobs_due
              where queue = ?1
                and band = ?2
@@ -457,6 +459,7 @@ fn claimed_job(
         run_after: Timestamp(get(row, "run_after")?),
         counters: counters(row)?,
         limits: limits(row)?,
+        expired: get(row, "expired")?,
         created_at: Timestamp(get(row, "created_at")?),
         // Bytes that are no text must not stop the whole queue: as a payload they are undecodable.
         tags: tags_list(get(row, "tags").unwrap_or_default()),

@@ -124,6 +124,7 @@ pub(super) fn rows(jobs: &[CheckedJob]) -> String {
             &*job.payload,
             job.unique.map(|unique| (unique.key.to_string(), unique.scope.as_str())),
             job.key.as_ref().map(|key| (&*key.text, key.on_block.as_str())),
+            job.expires.map(micros),
         )
     });
     json(rows.collect::<Vec<_>>())
@@ -141,13 +142,14 @@ pub(super) async fn insert_rows(
         schema,
         "insert into jobq_jobs (
              kind, queue, run_after, priority, band, max_attempts, max_crashes, tags, metadata, payload,
-             unique_key, unique_scope, job_key, on_block
+             unique_key, unique_scope, job_key, on_block, start_by
          )
          select value ->> 0, value ->> 1,
                 max(coalesce(value ->> 3, now_us() + (value ->> 2)), now_us()),
                 value ->> 4, value ->> 4, value ->> 5, value ->> 6, value ->> 7, value ->> 8,
                 value ->> 9, unhex(value ->> '$[10][0]'), value ->> '$[10][1]',
-                value ->> '$[11][0]', value ->> '$[11][1]'
+                value ->> '$[11][0]', value ->> '$[11][1]',
+                max(coalesce(value ->> 3, now_us() + (value ->> 2)), now_us()) + (value ->> 12)
          from json_each(?1)
          order by key
          returning id",

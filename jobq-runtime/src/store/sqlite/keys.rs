@@ -24,7 +24,7 @@ macro_rules! holder {
                 and wait_reason is not 'key'
                 and (on_block = 'block' or leased_by <> 0 or run_after <= now_us())),
              (select id from jobq_dead
-              where id = held.job_id and job_key = held.job_key and on_block = 'block')
+              where id = held.job_id and job_key = held.job_key and on_block = 'block' and reason <> 'expired')
          )"
     };
 }

@@ -408,6 +408,10 @@ impl Store for SqliteStore {
         Box::pin(within("unpark jobs", self.unpark(queues, kinds, limit)))
     }
 
+    fn take_expired(&self, session: SessionId, limit: u32) -> BoxFuture<'_, Result<Vec<HeldJob>>> {
+        Box::pin(within("take expired jobs", self.take_expired(session, limit)))
+    }
+
     fn prune(&self, limit: u32) -> BoxFuture<'_, Result<u64>> {
         Box::pin(within("prune finished jobs", self.prune(limit)))
     }

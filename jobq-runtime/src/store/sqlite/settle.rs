@@ -294,6 +294,8 @@ pub(super) const DO_REQUEUE: &str = "
         where id = new.id and new.reason is not null;
         update jobq_jobs
         set leased_by = 0,
+            -- Of one that was started; what was claimed to be buried has no attempt.
+            start_by = case when attempt = 0 then start_by end,
             isolated = 0,
             attempt = new.attempt,
             crashes = new.crashes,

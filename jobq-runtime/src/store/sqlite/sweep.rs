@@ -5,12 +5,24 @@ use std::time::Duration;
 
 use jobq_core::job::{JobId, Lease, SessionId, Token};
 use jobq_core::time::{Timestamp, micros};
+use sqlx::sqlite::SqliteRow;
 
 use super::claim::{counters, key, limits};
 use super::{
     Floor, HEARTBEATS_FIRST, HeldJob, Horizon, LiveSession, Shift, SqliteStore, UnleasedJob, get,
     json, sql,
 };
+
+/// Those that run are past their time, too, for they were started in it.
+macro_rules! expiring {
+    () => {
+        "select id
+         from jobq_jobs indexed by jobq_jobs_expiring
+         where start_by <= now_us() and leased_by = 0
+         order by start_by
+         limit ?1"
+    };
+}
 
 impl SqliteStore {
     pub(super) async fn take_duty(
@@ -145,22 +157,7 @@ impl SqliteStore {
         .bind(i64::from(limit))
         .fetch_all(&mut *reader)
         .await?;
-        rows.iter()
-            .map(|row| {
-                Ok(HeldJob {
-                    lease: Lease {
-                        job: JobId(get(row, "id")?),
-                        token: Token(get(row, "token")?),
-                        session: SessionId(get(row, "leased_by")?),
-                    },
-                    counters: counters(row)?,
-                    limits: limits(row)?,
-                    isolated: get::<i64>(row, "isolated")? != 0,
-                    cancel_requested: get::<i64>(row, "cancel_requested")? != 0,
-                    key: key(row)?,
-                })
-            })
-            .collect()
+        rows.iter().map(held_job).collect()
     }
 
     pub(super) async fn forget_sessions(&self, closed: &[SessionId]) -> sqlx::Result<()> {
@@ -358,6 +355,57 @@ impl SqliteStore {
         .await
     }
 
+    pub(super) async fn take_expired(
+        &self,
+        session: SessionId,
+        limit: u32,
+    ) -> sqlx::Result<Vec<HeldJob>> {
+        // Without the lock: as a rule there are none.
+        let mut reader = self.reader().await?;
+        let is_any: bool =
+            sqlx::query_scalar(self.sql(concat!("select exists (", expiring!(), ")")))
+                .bind(1)
+                .fetch_one(&mut *reader)
+                .await?;
+        drop(reader);
+        if !is_any {
+            return Ok(Vec::new());
+        }
+        let schema = self.schema.clone();
+        self.write(async move |locked| {
+            let is_live: bool = sqlx::query_scalar(sql(
+                &schema,
+                "select exists (
+                     select 1 from jobq_sessions where id = ?1 and leased_until > now_us()
+                 )",
+            ))
+            .bind(session.0)
+            .fetch_one(&mut **locked)
+            .await?;
+            if !is_live {
+                return Ok(Vec::new());
+            }
+            let ids: Vec<i64> = sqlx::query_scalar(sql(&schema, expiring!()))
+                .bind(i64::from(limit))
+                .fetch_all(&mut **locked)
+                .await?;
+            let rows = sqlx::query(sql(
+                &schema,
+                "update jobq_jobs
+                 set token = token + 1, leased_by = ?2
+                 where id in (select value from json_each(?1))
+                 returning id, token, leased_by, attempt, crashes, interruptions, max_attempts,
+                           max_crashes, isolated, cancel_requested, job_key, on_block",
+            ))
+            .bind(json(ids))
+            .bind(session.0)
+            .fetch_all(&mut **locked)
+            .await?;
+            rows.iter().map(held_job).collect()
+        })
+        .await
+    }
+
     pub(super) async fn prune(&self, limit: u32) -> sqlx::Result<u64> {
         let schema = self.schema.clone();
         self.write(async move |locked| {
@@ -380,6 +428,21 @@ impl SqliteStore {
         })
         .await
     }
+}
+
+fn held_job(row: &SqliteRow) -> sqlx::Result<HeldJob> {
+    Ok(HeldJob {
+        lease: Lease {
+            job: JobId(get(row, "id")?),
+            token: Token(get(row, "token")?),
+            session: SessionId(get(row, "leased_by")?),
+        },
+        counters: counters(row)?,
+        limits: limits(row)?,
+        isolated: get::<i64>(row, "isolated")? != 0,
+        cancel_requested: get::<i64>(row, "cancel_requested")? != 0,
+        key: key(row)?,
+    })
 }
 
 macro_rules! unleased {

@@ -67,6 +67,7 @@ fn job(n: usize) -> CheckedJob {
         priority: 0,
         max_attempts: 3,
         max_crashes: 3,
+        expires: None,
         tags: Vec::new(),
         metadata: None,
         unique: None,

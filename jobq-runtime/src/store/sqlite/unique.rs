@@ -116,8 +116,14 @@ macro_rules! live {
     () => {
         "coalesce(
              case scope
-                 when 'until_started' then (select token = 0 from jobq_jobs where id = job_id)
-                 when 'until_finished' then (select 1 from jobq_jobs where id = job_id)
+                 when 'until_started' then (
+                     select token = 0 and coalesce(start_by > now_us(), 1)
+                     from jobq_jobs where id = job_id
+                 )
+                 when 'until_finished' then (
+                     select leased_by <> 0 or coalesce(start_by > now_us(), 1)
+                     from jobq_jobs where id = job_id
+                 )
                  else expires_at > now_us()
              end,
              0
@@ -164,7 +170,7 @@ async fn look(
     Ok(held.collect())
 }
 
-/// Gives a job that is not running the payload, time and priority of another.
+/// Gives a job that is not running the payload, time, expiry and priority of another.
 async fn replace(
     connection: &mut SqliteConnection,
     schema: &Schema,
@@ -190,7 +196,8 @@ async fn replace(
              run_after = case
                  when run_after = 9223372036854775807 then run_after
                  else max(now_us(), min(coalesce(?5, now_us() + ?4), created_at + ?6))
-             end
+             end,
+             start_by = max(now_us(), min(coalesce(?5, now_us() + ?4), created_at + ?6)) + ?7
          where id = ?1",
     ))
     .bind(id.0)
@@ -199,6 +206,7 @@ async fn replace(
     .bind(delay)
     .bind(time)
     .bind(max_wait)
+    .bind(job.expires.map(micros))
     .execute(connection)
     .await?;
     Ok(())
